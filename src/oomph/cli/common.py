@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, TextIO, get_type_hints
 
@@ -146,16 +146,14 @@ def _progress_lines() -> Iterator[Progress]:
 
 
 @contextmanager
-def progress_display(
-    console: Console, delay: float = PROGRESS_DELAY_S, lines: bool = False
-) -> Iterator[Progress]:
+def progress_display(console: Console, delay: float = PROGRESS_DELAY_S) -> Iterator[Progress]:
     """A progress bar, and the function that updates it.
 
     It appears after `delay` seconds, drawn by a thread so that it moves between updates, and only on a
-    terminal; elsewhere `lines` prints a line every few seconds.
+    terminal; elsewhere a line is printed every few seconds.
     """
     if not console.is_terminal:
-        with _progress_lines() if lines else nullcontext(lambda text, fraction: None) as print_later:
+        with _progress_lines() as print_later:
             yield print_later
         return
     from rich import progress as bars

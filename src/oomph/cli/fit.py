@@ -104,7 +104,7 @@ def run_fit(given: FitOptions) -> ExitStatus:
 
     largest: dict[str, Any] = {}
     trials: Any = ()
-    with stdout_to_stderr(), progress_display(Console(stderr=True), lines=True) as report:
+    with stdout_to_stderr(), progress_display(Console(stderr=True)) as report:
         if options.is_script:
             plan = search(options.script(options.steps), max=options.max, progress=report)
         else:

@@ -99,7 +99,7 @@ def run_fixes(given: FixesOptions) -> int:
             prediction = predict(workload, gpu=card, max=limit, progress=progress, search=False)
             return prediction, propose(prediction, workload, kinds=kinds, only=only, progress=progress)
 
-    with stdout_to_stderr(), progress_display(Console(stderr=True), lines=True) as report:
+    with stdout_to_stderr(), progress_display(Console(stderr=True)) as report:
         if options.is_script:
             script, limit = options.script(options.steps), allocator_limit(options, options.max)
             prediction, proposals = propose_for_program(script, card, limit, kinds, only, report)
@@ -169,7 +169,7 @@ def run_verify(
         with open_target(target, overrides) as opened:
             return verify(uses, workload_of(opened, target), sizes=parsed, progress=progress)
 
-    with stdout_to_stderr(), progress_display(Console(stderr=True), lines=True) as report:
+    with stdout_to_stderr(), progress_display(Console(stderr=True)) as report:
         found = run_isolated(run, report)
     if as_json:
         write_stdout(json.dumps(verification_to_json(found), allow_nan=False) + "\n")

@@ -61,7 +61,7 @@ def _show(name: str | None, as_json: bool, old_keys: bool = False, claims_only: 
     with stdout_to_stderr():  # libraries may print while they are imported
         claims = [ClaimLine(**claim) for claim in system.claims]
         story = system.story
-        with progress_display(Console(stderr=True), lines=True) as report:
+        with progress_display(Console(stderr=True)) as report:
             forms = [] if claims_only else predicted_forms(system, report)
     lines = ReportLines(story.failed, tuple(story.commands.items()), tuple(forms))
     if as_json:

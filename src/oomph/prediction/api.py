@@ -154,6 +154,7 @@ def predict_isolated(
     """
     if is_isolated():
         return function(progress)
+    began = time.perf_counter()
     assumed = Assumptions()
     try:
         prediction = run_isolated(function, progress, allow)
@@ -196,7 +197,8 @@ def predict_isolated(
         )
         for choose in (min, builtins.max)
     )
-    return replace(prediction, interval=Interval(low_peak, high_peak), verdict=verdict)
+    seconds = time.perf_counter() - began
+    return replace(prediction, interval=Interval(low_peak, high_peak), verdict=verdict, seconds=seconds)
 
 
 def _nccl(target: Any) -> int:

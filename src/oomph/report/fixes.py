@@ -153,7 +153,7 @@ def all_fixes_text(rows: Sequence[tuple[str, str, str]], console: Console) -> st
 def _proposals_table(prediction: Prediction, proposals: Sequence[Proposal]) -> Table:
     does_not_fit, limited = prediction.fits is False, is_limited(prediction)
     fits_column = ["left fits"] if does_not_fit else []
-    table = columns("fold fix", "right saves", "right needs", *fits_column, "right time", "fold where")
+    table = columns("left fix", "right saves", "right needs", *fits_column, "right time", "fold where")
     table.columns[-1].min_width = _WHERE_WIDTH
     for one in proposals:
         mark = f" {_CONDITIONAL}" if one.condition else ""

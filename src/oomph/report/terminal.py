@@ -165,7 +165,7 @@ def _recorded(prediction: Prediction) -> Verdict:
 def _depends_on_values(prediction: Prediction) -> bool:
     """Whether the limit lies between what the fewest and the most elements need."""
     interval, limit = prediction.interval, prediction.limit
-    if interval is None or limit is None:
+    if interval is None or limit is None or prediction.verdict == "fits":
         return False
     return interval.low.reserved <= limit < interval.high.reserved + prediction.margin
 

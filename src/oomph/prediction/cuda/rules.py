@@ -12,6 +12,7 @@ such as cumsum.)
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -174,6 +175,7 @@ class RuleContext(NamedTuple):
     on_gpu: Callable[[Any], bool]
     guard: RuleGuard
     count_kernel: Callable[..., None]  # (*tensors, flops=, kind=): a CUDA kernel that no traced op stands for
+    workspace: Callable[[int, str], contextlib.AbstractContextManager[None]]  # (bytes, op), while it runs
     count_classes: Callable[[torch.Tensor, str], int]  # (ids, op): one more than the largest id
     has_zeros: Callable[[torch.Tensor], bool]
     held: list[torch.Tensor]  # device memory that a library keeps until the process ends

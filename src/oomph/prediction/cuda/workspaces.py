@@ -623,6 +623,7 @@ def in_memory_format(fake: Fake, out: Any, format: torch.memory_format) -> Any:
 # ---------------------------------------------------------------------------------- cuDNN: recurrent networks
 
 _FLATTENED = (torch.float64, torch.float32, torch.float16)  # what nn.RNNBase keeps in one buffer
+_RECURRENT_OP = "aten._cudnn_rnn"
 _DROPOUT_STATE = 2048 * 24  # bytes per multiprocessor: a random number generator for each thread
 
 
@@ -745,9 +746,9 @@ class _CudnnRnn(torch.autograd.Function):
         output = x.new_empty((*x.shape[:-1], call.directions * call.result))
         hy = torch.empty_like(hx)
         cy = torch.empty_like(cx) if cx is not None else None
-        workspace = x.new_empty(workspace_bytes(call), dtype=torch.uint8)
-        reserve = x.new_empty(reserve_bytes(call), dtype=torch.uint8) if call.train else None
-        del workspace, x
+        with context.workspace(workspace_bytes(call), _RECURRENT_OP):
+            reserve = x.new_empty(reserve_bytes(call), dtype=torch.uint8) if call.train else None
+        del x
         output = output.transpose(0, 1) if call.swapped else output
         ctx.call, ctx.context = call, context
         context.count_kernel(input, output, *weights, flops=call.flops, kind="recurrent")
@@ -778,16 +779,16 @@ class _CudnnRnn(torch.autograd.Function):
         dx = torch.empty_like(x)
         dhx = torch.empty_like(hx)
         dcx = torch.empty_like(cx) if cx is not None else None
-        workspace = x.new_empty(workspace_bytes(call, backward=True), dtype=torch.uint8)
-        del workspace, x, dy
-        ctx.context.count_kernel(input, dx, *weights, flops=call.flops, kind="recurrent")
+        with ctx.context.workspace(workspace_bytes(call, backward=True), _RECURRENT_OP):
+            ctx.context.count_kernel(input, dx, *weights, flops=call.flops, kind="recurrent")
+        del x, dy
         dweights: list[Tensor | None] = [None] * len(weights)
         if any(ctx.needs_input_grad[5:]):
             x = _steps_first(call, input)
             flat = x.new_zeros(call.weights)
-            workspace = x.new_empty(workspace_bytes(call, backward=True), dtype=torch.uint8)
-            del workspace, x
-            ctx.context.count_kernel(input, output, flat, flops=call.flops, kind="recurrent")
+            with ctx.context.workspace(workspace_bytes(call, backward=True), _RECURRENT_OP):
+                ctx.context.count_kernel(input, output, flat, flops=call.flops, kind="recurrent")
+            del x
             # Under autocast the copies' backward makes float32 gradients, one by one.
             parts = zip(_views(flat, weights), weights, strict=True)
             dweights = [part.to(weight.dtype) for part, weight in parts]

@@ -374,6 +374,7 @@ class Tracer:
             self.on_gpu,
             self.guard,
             self.count_kernel,
+            self.workspace,
             self.estimates.count_classes,
             self.estimates.has_zeros,
             held=[],
@@ -700,6 +701,12 @@ class Tracer:
         )
         self.recorder.record_allocation(allocation)
         return allocation
+
+    @contextlib.contextmanager
+    def workspace(self, size: int, op: str) -> Iterator[None]:
+        allocation = self.record_workspace(size, op)
+        yield
+        self.recorder.record_free(allocation)
 
     def record_search(self, search: Search) -> None:
         """Record the workspace of the first call of a convolution, in which cuDNN tries its algorithms."""
