@@ -539,7 +539,9 @@ def autograd_runs() -> bool:
 
 
 def _outcome_in_fork(function: Callable[[Progress], Any], messages: BinaryIO) -> tuple[str, Any]:
-    return _outcome(function, messages) if autograd_runs_in_forks() else ("no fork", None)
+    # A backward pass starts a thread for each GPU, after which forks of this process could run none.
+    runs = autograd_runs_in_forks() if torch.cuda.device_count() else autograd_runs()
+    return _outcome(function, messages) if runs else ("no fork", None)
 
 
 def _outcome(function: Callable[[Progress], Any], messages: BinaryIO) -> tuple[str, Any]:
@@ -705,13 +707,12 @@ class _Child:
     def read(self, size: int) -> bytes | None:
         """None where the child ended before it had sent so many bytes."""
         data = bytearray()
-        waiting = time.monotonic()
-        cpu_time = self._cpu_time()
+        waiting, cpu_time = time.monotonic(), None
         while len(data) < size:
             if not self._has_data(_POLL_S):
                 if self._has_ended() and not self._has_data(0):
                     return None
-                if (used := self._cpu_time()) != cpu_time:
+                if (used := self._cpu_time()) != cpu_time:  # also at the first time
                     waiting, cpu_time = time.monotonic(), used
                 elif time.monotonic() - waiting > self.stuck_after:
                     raise _Stuck
