@@ -71,6 +71,13 @@ def test_a_script_is_measured_in_a_process_of_its_own_and_its_residual_explained
 ):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
+    start = isolation.run_in_new_interpreter
+
+    def in_fork(function, progress, *given):
+        return isolation.run_isolated(lambda report: function(*given, report), progress)
+
+    others = iter((start,))  # one is enough to see that it can be started
+    monkeypatch.setattr(isolation, "run_in_new_interpreter", lambda *given: next(others, in_fork)(*given))
     monkeypatch.setattr(measure, "_this_gpu", lambda: "h200")
     assert run(["measure", str(script), "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["runs"]
@@ -82,10 +89,5 @@ def test_a_script_is_measured_in_a_process_of_its_own_and_its_residual_explained
     gradients, workspace = 2 * 4 * 256 * 256, 32 << 20  # cuBLAS's, made once
     assert (residuals["mm"]["bytes"], residuals["mm"]["times"]) == (-gradients - workspace, 2)
     script.write_text("raise ValueError('its own mistake')")
-
-    def in_fork(function, progress, *given):
-        return isolation.run_isolated(lambda report: function(*given, report), progress)
-
-    monkeypatch.setattr(isolation, "run_in_new_interpreter", in_fork)
     assert run(["measure", str(script)]) == 3
     assert "train.py:1: ValueError: its own mistake" in capsys.readouterr().err

@@ -92,23 +92,23 @@ def run_measure(given: MeasureOptions) -> ExitStatus:
 def _this_gpu() -> str:
     """The catalogue's name of the GPU, or its size. Asked in a process of its own: predictions fork this one,
     and forks of a process that uses CUDA cannot use it."""
+    import torch
+
     from oomph.measurement.measure import cuda_device
 
-    if _answer_of("import torch; print(torch.cuda.is_available())") != "True":
-        cuda_device("cuda")  # says what is missing
-    name, memory, *capability = json.loads(
-        _answer_of(
-            "import json, torch; p = torch.cuda.get_device_properties(0); "
-            "print(json.dumps([p.name, p.total_memory, p.major, p.minor]))"
-        )
+    code = (
+        "import json, torch; p = torch.cuda.is_available() and torch.cuda.get_device_properties(0); "
+        "print(json.dumps(p and [p.name, p.total_memory, p.major, p.minor]))"
     )
+    found: Any = None
+    if torch.cuda.device_count():  # which leaves CUDA alone
+        shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+        found = json.loads(shown.splitlines()[-1])
+    if not found:
+        cuda_device("cuda")  # says what is missing
+    name, memory, *capability = found
     card = gpus.for_device(name, memory, tuple(capability))
     return card.name if card.bandwidth is not None else f"{memory >> 20}MiB"
-
-
-def _answer_of(code: str) -> str:
-    lines = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split("\n")
-    return next((line for line in reversed(lines) if line), "")
 
 
 def _comparison(options: PredictOptions, title: str, prediction: Prediction) -> Comparison:
