@@ -38,7 +38,6 @@ def test_what_does_not_fit_is_refused_with_fixes_that_make_it_fit(
     assert "--force" in err
     if fits:
         found = re.search(r"What fits: (.*fixes=.* training.cuda_graph=false) \(2.00 GiB, time x1.25\)", err)
-        assert found is not None
         assert load("small.yaml", shlex.split(found[1])).fixes == tuple(KEEP)
     else:
         assert "No set of exact fixes is enough; see `oomph fit small.yaml training.memory_limit=1GiB" in err

@@ -154,7 +154,6 @@ def test_without_an_optimizer_the_gradients_stay():
         lambda: model, lambda device: torch.ones(1, 2), lambda m, x: m(x).sum(), optimizer=None
     )
     run_steps(workload, CPU, 2, lambda step, moment: None)
-    assert model.bias.grad is not None
     assert model.bias.grad.tolist() == [2.0, 2.0]
 
 

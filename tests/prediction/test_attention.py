@@ -232,7 +232,6 @@ def test_each_backend_runs_forward_and_backward_on_fake_tensors(
         assert (tuple(out.shape), out.dtype) == ((2, 8, 100, 64), dtype)
         out.sum().backward()
         for leaf in (q, k, v):
-            assert leaf.grad is not None
             assert leaf.grad.shape == leaf.shape
             assert leaf.grad.dtype == dtype
     assert operator in log.ops
@@ -284,7 +283,6 @@ def test_a_mask_with_a_gradient_gets_one_of_its_own_shape():
         q, k, v = (torch.randn(2, 8, 96, 64, dtype=BF16, requires_grad=True) for _ in range(3))
         mask = torch.zeros(2, 1, 96, 96, dtype=BF16, requires_grad=True)
         attention_like_cuda(q, k, v, mask, capability=H200.capability).sum().backward()
-        assert mask.grad is not None
         assert mask.grad.shape == mask.shape
     # The kernel writes a gradient for every head; the sum over heads comes after.
     assert (2, 8, 96, 96) in log.made["_scaled_dot_product_efficient_attention_backward"]

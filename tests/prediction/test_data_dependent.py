@@ -204,7 +204,6 @@ def test_values_say_how_many_elements_an_unknown_mask_selects():
         image = torch.randn(5, 8, device="cuda", requires_grad=True)
         mask = torch.rand(32, device="cuda") < 0.2
         text.masked_scatter(mask[:, None], image).sum().backward()
-        assert image.grad is not None
         assert image.grad.shape == image.shape
         text.detach()[mask] = image.detach()
         assert len(mask.nonzero()) == 5
@@ -223,7 +222,6 @@ def test_values_and_their_places_may_be_guessed_differently():
         out = torch.zeros(64, 16, device="cuda")
         out[some.nonzero(as_tuple=True)] = x[:32][others.nonzero(as_tuple=True)]
         out.sum().backward()
-        assert x.grad is not None
         assert x.grad.shape == x.shape
 
     assert "depends on values" in notes_of(program)

@@ -1,14 +1,12 @@
 """Whole training scripts, run as they are until their steps repeat."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 import torch
 
 import oomph
-from oomph import Prediction, ProgramError, Script, UserError
+from oomph import ProgramError, Script, UserError
 
 MODEL = """
 import os, sys
@@ -35,17 +33,17 @@ while True:
 
 
 @pytest.fixture
-def predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def predicted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
-    def predict(source: str, *arguments: str, **options: object) -> Prediction:
+    def predict(source, *arguments, **options):
         (tmp_path / "train.py").write_text(source)
         return oomph.predict(Script("train.py", arguments, **options))
 
     return predict
 
 
-def test_an_endless_loop_ends_after_three_steps_with_the_peak_of_its_step(predicted) -> None:
+def test_an_endless_loop_ends_after_three_steps_with_the_peak_of_its_step(predicted):
     def step():
         import torch
         from torch import nn
@@ -53,7 +51,7 @@ def test_an_endless_loop_ends_after_three_steps_with_the_peak_of_its_step(predic
         model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256)).to("cuda")
         optimizer = torch.optim.AdamW(model.parameters())
 
-        def one() -> None:
+        def one():
             loss = model(torch.randn(128, 256, device="cuda")).square().mean()
             loss.backward()
             optimizer.step()
@@ -68,7 +66,7 @@ def test_an_endless_loop_ends_after_three_steps_with_the_peak_of_its_step(predic
 
 
 @pytest.mark.parametrize(("rounds", "made"), [(1, "3 steps of each of its 2"), (2, "3 to 6 steps of its 2")])
-def test_the_steps_of_a_gan_are_told_by_optimizer(predicted, rounds: int, made: str) -> None:
+def test_the_steps_of_a_gan_are_told_by_optimizer(predicted, rounds, made):
     source = f"""
 import torch
 nets = [torch.nn.Linear(256, 256).cuda() for _ in "ab"]
@@ -83,7 +81,7 @@ while True:
     assert f"after {made} optimizers" in note
 
 
-def test_a_gan_that_keeps_its_pictures_grows(predicted) -> None:
+def test_a_gan_that_keeps_its_pictures_grows(predicted):
     growth = predicted("""
 import torch
 nets = [torch.nn.Linear(256, 256).cuda() for _ in "ab"]
@@ -96,11 +94,10 @@ while True:
         optimizer.step()
     kept.append(picture.detach())
 """).growth
-    assert growth is not None
     assert growth.bytes == 4096 * 256 * 4
 
 
-def test_the_history_of_lbfgs_is_no_growth(predicted) -> None:
+def test_the_history_of_lbfgs_is_no_growth(predicted):
     found = predicted("""
 import torch
 model = torch.nn.Linear(1024, 1024).cuda()
@@ -117,14 +114,14 @@ while True:
     assert found.growth is None
 
 
-def test_the_note_on_what_comes_later_leaves_out_an_evaluation_that_was_traced(predicted) -> None:
+def test_the_note_on_what_comes_later_leaves_out_an_evaluation_that_was_traced(predicted):
     evaluation = "    model.eval()(torch.randn(64, 256, device='cuda'))\n    model.train()\n"
     for source, expected in ((ENDLESS, True), (ENDLESS + evaluation, False)):
         (note,) = (each.text for each in predicted(source).notes if "stopped after 3 steps" in each.text)
         assert ("evaluation" in note) == expected
 
 
-def test_a_last_step_that_is_known_to_be_the_same_is_not_run(predicted, capfd) -> None:
+def test_a_last_step_that_is_known_to_be_the_same_is_not_run(predicted, capfd):
     traced = predicted(ENDLESS)
     assert capfd.readouterr().out.count("loss") == 2
     repeated = predicted(ENDLESS, repeat_last_step=True)
@@ -134,7 +131,7 @@ def test_a_last_step_that_is_known_to_be_the_same_is_not_run(predicted, capfd) -
     assert repeated.step_seconds == traced.step_seconds
 
 
-def test_a_line_of_a_library_names_the_line_that_calls_it(predicted, tmp_path: Path, capfd) -> None:
+def test_a_line_of_a_library_names_the_line_that_calls_it(predicted, tmp_path, capfd):
     (tmp_path / "site-packages").mkdir()
     (tmp_path / "site-packages" / "library.py").write_text("def loss(model, x):\n    return model(x).sum()\n")
     script = predicted(
@@ -155,7 +152,7 @@ while True:
     assert capfd.readouterr().out.endswith("|\n")  # what comes next does not begin within its line
 
 
-def test_a_module_is_run_with_its_arguments(predicted, tmp_path: Path) -> None:
+def test_a_module_is_run_with_its_arguments(predicted, tmp_path):
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").touch()
     (tmp_path / "package" / "train.py").write_text(ENDLESS)
@@ -216,11 +213,11 @@ while True:
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_other_endless_loops_end(predicted, loop: str) -> None:
+def test_other_endless_loops_end(predicted, loop):
     assert predicted(MODEL + LOOPS[loop]).peak.allocated > 0
 
 
-def test_triton_kernels_of_a_script_are_not_launched(predicted) -> None:
+def test_triton_kernels_of_a_script_are_not_launched(predicted):
     pytest.importorskip("triton")
     source = """
 import triton
@@ -243,7 +240,7 @@ while True:
     assert [each.bytes for each in found.allocations if each.bytes >= 256 << 20] == [256 << 20]  # to autotune
 
 
-def test_loaders_saving_loading_and_threads_work_as_in_a_real_run(predicted, tmp_path: Path) -> None:
+def test_loaders_saving_loading_and_threads_work_as_in_a_real_run(predicted, tmp_path):
     before = set(tmp_path.iterdir())
     found = predicted(
         MODEL
@@ -272,7 +269,7 @@ print(f"{loss:.3f}", loss, torch.cuda.FloatTensor(2).fill_(1.0))
     assert set(tmp_path.iterdir()) - before == {tmp_path / "train.py"}
 
 
-def test_file_of_cuda_tensors_is_loaded(predicted, tmp_path, monkeypatch) -> None:
+def test_file_of_cuda_tensors_is_loaded(predicted, tmp_path, monkeypatch):
     weight = torch.zeros(256, 256)
     state = {
         "weight": torch.nn.Parameter(weight),
@@ -344,7 +341,7 @@ torch.optim.SGD(model.parameters()).step()
     assert found.peak.allocated > 0
 
 
-def test_safetensors_are_read_back_and_tied_weights_found(predicted) -> None:
+def test_safetensors_are_read_back_and_tied_weights_found(predicted):
     found = predicted(
         MODEL
         + """
@@ -365,7 +362,7 @@ optimizer.step()
     assert found.peak.allocated > 0
 
 
-def test_repeated_passes_are_not_traced_again(predicted) -> None:
+def test_repeated_passes_are_not_traced_again(predicted):
     source = (
         MODEL
         + """
@@ -391,7 +388,7 @@ while True:
     assert many.step_seconds > 6 * few.step_seconds
 
 
-def test_the_time_of_a_script_that_ends_early_is_that_of_its_last_step(predicted) -> None:
+def test_the_time_of_a_script_that_ends_early_is_that_of_its_last_step(predicted):
     source = (
         MODEL
         + """
@@ -408,7 +405,7 @@ with torch.no_grad():
     assert predicted(source, "2").step_seconds == pytest.approx(predicted(source, "3").step_seconds)
 
 
-def test_the_allocators_settings_are_those_of_the_environment(predicted, monkeypatch) -> None:
+def test_the_allocators_settings_are_those_of_the_environment(predicted, monkeypatch):
     source = """
 import os
 import sys
@@ -437,7 +434,7 @@ for size in (40, 60, 100):  # MiB: no free segment is large enough for the next 
     assert any("PYTORCH_CUDA_ALLOC_CONF is not applied" in note.text for note in refused.notes)
 
 
-def test_the_time_of_a_step_is_without_an_evaluation_in_some_steps(predicted) -> None:
+def test_the_time_of_a_step_is_without_an_evaluation_in_some_steps(predicted):
     source = (
         MODEL
         + """
@@ -456,7 +453,7 @@ for step in range(4):
     assert even == odd == pytest.approx(never)
 
 
-def test_the_time_of_a_step_is_that_of_all_its_accumulated_batches(predicted) -> None:
+def test_the_time_of_a_step_is_that_of_all_its_accumulated_batches(predicted):
     source = (
         MODEL
         + """
@@ -474,7 +471,7 @@ while True:
     assert with_a_rest == pytest.approx(whole)
 
 
-def test_one_rank_of_torchrun(predicted) -> None:
+def test_one_rank_of_torchrun(predicted):
     source = (
         MODEL
         + """
@@ -512,6 +509,6 @@ while True:
         ("import argparse\nargparse.ArgumentParser().parse_args()\n", ProgramError, "ended with status 2"),
     ],
 )
-def test_scripts_that_fail(predicted, source: str, error: type[Exception], message: str) -> None:
+def test_scripts_that_fail(predicted, source, error, message):
     with pytest.raises(error, match=message):
         predicted(source, "--unknown")

@@ -148,7 +148,6 @@ def test_reading_a_loss_works_and_a_guessed_condition_is_noted():
     prediction = predict_step(step)
     assert len(prediction.steps) == 3
     note = next(note for note in prediction.notes if "condition" in note.text)
-    assert note.site is not None
     assert note.site.line == line_of(step, "isnan")
 
 
@@ -391,7 +390,6 @@ def _flex_attention():
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 128, 128, device="cuda")
     out = torch.compile(flex_attention)(q, q, q, block_mask=mask)
     out.sum().backward()
-    assert q.grad is not None
     assert out.shape == q.grad.shape
 
 
@@ -597,7 +595,6 @@ def test_accumulated_passes_that_leave_tensors_behind_are_all_counted():
             accumulate=accumulate,
         )
         found = oomph.predict(step).growth
-        assert found is not None
         return found.bytes
 
     assert [growth(accumulate) for accumulate in (1, 8)] == [4 * MiB, 32 * MiB]

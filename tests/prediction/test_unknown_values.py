@@ -1,10 +1,6 @@
 """Programs that branch on values that a trace does not have, or read them."""
 
-from __future__ import annotations
-
 import linecache
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -14,19 +10,18 @@ from torch import distributions, nn
 import oomph
 from oomph.cli.targets import program_error_text
 from oomph.errors import ProgramError
-from oomph.records import Prediction
 from oomph.report.as_json import prediction_to_json
 from oomph.report.terminal import report_text
 
 in_process = pytest.mark.usefixtures("in_process")  # not where attempts are repeated
 
 
-def training(check: Callable[[nn.Module, torch.Tensor, torch.optim.Optimizer], Any]) -> Callable[[], Any]:
-    def setup() -> Callable[[], None]:
+def training(check):
+    def setup():
         model = nn.Linear(1024, 1024, device="cuda")
         optimizer = torch.optim.Adam(model.parameters())
 
-        def step() -> None:
+        def step():
             loss = model(torch.randn(64, 1024, device="cuda")).square().mean()
             check(model, loss, optimizer)
             optimizer.zero_grad()
@@ -36,24 +31,24 @@ def training(check: Callable[[nn.Module, torch.Tensor, torch.optim.Optimizer], A
     return setup
 
 
-def always(model: nn.Module, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+def always(model, loss, optimizer):
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
 
 
-def if_finite(model: nn.Module, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+def if_finite(model, loss, optimizer):
     if torch.isfinite(loss):
         always(model, loss, optimizer)
 
 
-def if_norm_is_small(model: nn.Module, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+def if_norm_is_small(model, loss, optimizer):
     loss.backward()
     if nn.utils.clip_grad_norm_(model.parameters(), 1.0) < 1e3:
         optimizer.step()
 
 
-def fail_unless_finite(model: nn.Module, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+def fail_unless_finite(model, loss, optimizer):
     if not torch.isfinite(loss).all() or loss.isnan().any() or loss.item() != loss.item() or loss.isinf():
         raise FloatingPointError("the loss is not finite")
     always(model, loss, optimizer)
@@ -63,14 +58,14 @@ def fail_unless_finite(model: nn.Module, loss: torch.Tensor, optimizer: torch.op
 
 @pytest.mark.parametrize("check", [if_finite, if_norm_is_small, fail_unless_finite])
 @in_process
-def test_checks_of_finite_numbers_pass(check: Callable[..., Any]) -> None:
+def test_checks_of_finite_numbers_pass(check):
     expected = oomph.predict(training(always), gpu="h200").peak.allocated
     assert oomph.predict(training(check), gpu="h200").peak.allocated == pytest.approx(expected, rel=0.05)
 
 
 @in_process
-def test_arguments_of_distributions_are_valid() -> None:
-    def program() -> None:
+def test_arguments_of_distributions_are_valid():
+    def program():
         x = torch.randn(64, 10, device="cuda", requires_grad=True)
         square = x[:10] @ x[:10].T
         for one in (
@@ -99,8 +94,8 @@ def test_arguments_of_distributions_are_valid() -> None:
 
 @pytest.mark.parametrize("size", [8, 1024])
 @in_process
-def test_a_matrix_has_a_cholesky_factor(size: int) -> None:
-    def program() -> None:
+def test_a_matrix_has_a_cholesky_factor(size):
+    def program():
         x = torch.randn(size, size, device="cuda", requires_grad=True)
         factor, info = torch.linalg.cholesky_ex(x @ x.T)
         if torch.any(info):
@@ -111,8 +106,8 @@ def test_a_matrix_has_a_cholesky_factor(size: int) -> None:
 
 
 @in_process
-def test_boxes_are_valid_and_probabilities_add_up() -> None:
-    def program() -> None:
+def test_boxes_are_valid_and_probabilities_add_up():
+    def program():
         x = torch.randn(8, 100, 4, device="cuda").sigmoid()
         center, size = x.split(2, -1)
         boxes = torch.cat([center - size / 2, center + size / 2], -1)
@@ -129,8 +124,8 @@ def test_boxes_are_valid_and_probabilities_add_up() -> None:
 
 
 @in_process
-def test_ids_are_followed_through_slices() -> None:
-    def program() -> None:
+def test_ids_are_followed_through_slices():
+    def program():
         ids = torch.full((2, 8), 7, device="cuda")
         for position in range(1, 8):
             ids[:, position] = torch.randn(2, 50, device="cuda").argmax(-1)
@@ -149,8 +144,8 @@ def test_ids_are_followed_through_slices() -> None:
 
 
 @in_process
-def test_generation_with_an_end_token_stops_at_its_length() -> None:
-    def program() -> None:
+def test_generation_with_an_end_token_stops_at_its_length():
+    def program():
         head = torch.randn(64, 100, device="cuda", requires_grad=True)
         ids = torch.zeros(4, 1, dtype=torch.long, device="cuda")
         unfinished = torch.ones(4, dtype=torch.long, device="cuda")
@@ -165,14 +160,14 @@ def test_generation_with_an_end_token_stops_at_its_length() -> None:
     assert oomph.predict(program).assumptions == ()
 
 
-def endless_while() -> None:
+def endless_while():
     x = torch.randn(64, 64, device="cuda", requires_grad=True)
     while (x - x.T).norm() > 1e-6:
         x = (x + x.T) / 2
     x.sum().backward()
 
 
-def endless_break() -> None:
+def endless_break():
     x = torch.randn(64, 64, device="cuda", requires_grad=True)
     while True:
         x = x * 0.99
@@ -181,7 +176,7 @@ def endless_break() -> None:
     x.sum().backward()
 
 
-def long_solve() -> None:
+def long_solve():
     x = torch.randn(64, 64, device="cuda", requires_grad=True)
     for rounds in range(10**9):
         x = x * 0.99
@@ -196,14 +191,13 @@ def long_solve() -> None:
 
 @pytest.mark.parametrize("program", [endless_while, endless_break, long_solve])
 @in_process
-def test_loops_that_wait_for_a_value_are_cut_and_the_verdict_says_so(program: Callable[[], None]) -> None:
+def test_loops_that_wait_for_a_value_are_cut_and_the_verdict_says_so(program):
     (assumed,) = oomph.predict(program).assumptions
     assert "loop" in assumed.text
-    assert assumed.site is not None
     assert assumed.site.function == program.__name__
 
 
-def own_loop(iterations: int, optimizers: int = 1, layers: int = 60) -> None:
+def own_loop(iterations, optimizers=1, layers=60):
     """Each optimizer has a share of the layers, and steps once in an iteration."""
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(layers))).cuda()
     shares = [[each.weight for each in model[first::optimizers]] for first in range(optimizers)]
@@ -215,30 +209,31 @@ def own_loop(iterations: int, optimizers: int = 1, layers: int = 60) -> None:
             optimizer.zero_grad()
 
 
-def test_a_function_that_trains_without_end_is_stopped() -> None:
-    stopped, whole = (oomph.predict(lambda n=n: own_loop(n, layers=12), gpu="h200") for n in (10**9, 3))
+def test_a_function_that_trains_without_end_is_stopped():
+    stopped, whole = (oomph.predict(lambda n=n: own_loop(n, layers=3), gpu="h200") for n in (10**9, 3))
     assert stopped.peak.allocated == whole.peak.allocated
     assert stopped.step_seconds == pytest.approx(whole.step_seconds, rel=0.01)
     assert any(" was stopped after " in note.text for note in stopped.notes)
 
 
-def test_it_is_stopped_where_another_optimizer_steps_no_more() -> None:
-    def training() -> None:
+def test_it_is_stopped_where_another_optimizer_steps_no_more():
+    def training():
         first = nn.Linear(16, 16).cuda()
         first(torch.ones(4, 16, device="cuda")).sum().backward()
         optimizer = torch.optim.SGD(first.parameters())
         optimizer.step()
-        own_loop(10**9, layers=12)
+        own_loop(10**9, layers=1)
 
     assert any(" was stopped after " in note.text for note in oomph.predict(training, gpu="h200").notes)
 
 
-def test_the_time_of_an_own_loop_is_that_of_a_step() -> None:
-    def returned() -> Callable[[], None]:
+@in_process
+def test_the_time_of_an_own_loop_is_that_of_a_step():
+    def returned():
         model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(40))).cuda()
         optimizer = torch.optim.Adam(model.parameters())
 
-        def step() -> None:
+        def step():
             model(torch.ones(16, 256, device="cuda")).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -253,16 +248,16 @@ def test_the_time_of_an_own_loop_is_that_of_a_step() -> None:
     assert once == pytest.approx(as_step, rel=0.01)
 
 
-def test_optimizers_of_single_parameters_are_no_loop_without_end() -> None:
+def test_optimizers_of_single_parameters_are_no_loop_without_end():
     found = oomph.predict(lambda: own_loop(2, optimizers=60), gpu="h200")
     assert not any(" was stopped after " in note.text for note in found.notes)
 
 
 @in_process
-def test_truncated_normals_are_drawn_once() -> None:
+def test_truncated_normals_are_drawn_once():
     """torch 2.13 draws again while a value is out of bounds."""
 
-    def program() -> None:
+    def program():
         weight = torch.empty(2048, 2048, device="cuda")
         nn.init.trunc_normal_(weight, std=0.06, a=-0.18, b=0.18)
 
@@ -272,8 +267,8 @@ def test_truncated_normals_are_drawn_once() -> None:
 
 
 @in_process
-def test_evenly_spaced_numbers_are_known() -> None:
-    def program() -> None:
+def test_evenly_spaced_numbers_are_known():
+    def program():
         times = torch.linspace(0, 1, 20, device="cuda")
         assert (times[1:] > times[:-1]).all()
         assert times[-1].item() == 1
@@ -282,8 +277,8 @@ def test_evenly_spaced_numbers_are_known() -> None:
 
 
 @in_process
-def test_a_condition_that_is_asked_often_but_ends_no_loop_keeps_its_answer() -> None:
-    def program() -> None:
+def test_a_condition_that_is_asked_often_but_ends_no_loop_keeps_its_answer():
+    def program():
         x = torch.randn(64, device="cuda", requires_grad=True)
         for _ in range(120):
             if x.sum() < 0:
@@ -293,8 +288,8 @@ def test_a_condition_that_is_asked_often_but_ends_no_loop_keeps_its_answer() -> 
     assert oomph.predict(program).assumptions == ()
 
 
-def test_after_a_failure_the_last_condition_gets_the_other_answer() -> None:
-    def program() -> None:
+def test_after_a_failure_the_last_condition_gets_the_other_answer():
+    def program():
         x = torch.randn(1 << 20, device="cuda", requires_grad=True)
         if x.sum() > 0:
             raise ValueError("positive")
@@ -310,8 +305,8 @@ def test_after_a_failure_the_last_condition_gets_the_other_answer() -> None:
     assert in_json["line"] == assumed.site.line  # type: ignore[union-attr]
 
 
-def test_a_check_that_fails_is_passed_every_time() -> None:
-    def program() -> None:
+def test_a_check_that_fails_is_passed_every_time():
+    def program():
         x = torch.randn(1 << 20, device="cuda", requires_grad=True)
         for _ in range(3):
             if x.sum() > 0:
@@ -322,8 +317,8 @@ def test_a_check_that_fails_is_passed_every_time() -> None:
     assert "ValueError: positive" in assumed.text
 
 
-def test_a_failure_with_both_answers_is_reported_after_the_guesses() -> None:
-    def program() -> None:
+def test_a_failure_with_both_answers_is_reported_after_the_guesses():
+    def program():
         x = torch.randn(8, device="cuda")
         if x.sum() > 0:
             raise ValueError("first")
@@ -335,10 +330,10 @@ def test_a_failure_with_both_answers_is_reported_after_the_guesses() -> None:
     assert text.index("is taken as true") < text.index("Traceback")
 
 
-def test_a_failure_without_a_guess_is_not_tried_again() -> None:
+def test_a_failure_without_a_guess_is_not_tried_again():
     texts = []
 
-    def program() -> None:
+    def program():
         torch.randn(8, device="cuda")
         raise ValueError("at once")
 
@@ -348,12 +343,12 @@ def test_a_failure_without_a_guess_is_not_tried_again() -> None:
 
 
 @in_process
-def test_a_skipped_backward_pass_or_update_is_said_with_the_verdict() -> None:
-    def no_backward(model: nn.Module, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+def test_a_skipped_backward_pass_or_update_is_said_with_the_verdict():
+    def no_backward(model, loss, optimizer):
         if loss > 10:
             loss.backward()
 
-    def no_update(model: nn.Module, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    def no_update(model, loss, optimizer):
         loss.backward()
         if loss > 10:
             optimizer.step()
@@ -361,11 +356,10 @@ def test_a_skipped_backward_pass_or_update_is_said_with_the_verdict() -> None:
     for check, expected in ((no_backward, "no backward"), (no_update, "no optimizer")):
         (assumed,) = oomph.predict(training(check)).assumptions
         assert expected in assumed.text
-        assert assumed.site is not None
         assert assumed.site.function.endswith(check.__name__)
 
 
-def lines_of(prediction: Prediction) -> list[str]:
+def lines_of(prediction):
     return report_text(prediction, Console(width=400)).splitlines()
 
 
@@ -374,7 +368,7 @@ def lines_of(prediction: Prediction) -> list[str]:
 TOKENS, WIDTH, EXPERTS = 4096, 256, 8
 
 
-def mixture_of_experts() -> None:
+def mixture_of_experts():
     experts = nn.ModuleList(
         nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
         for _ in range(EXPERTS)
@@ -389,7 +383,7 @@ def mixture_of_experts() -> None:
     out.square().mean().backward()
 
 
-def dense() -> None:
+def dense():
     """Twice as many tokens through one expert: the activations of a balanced router."""
     experts = nn.ModuleList(
         nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
@@ -399,20 +393,19 @@ def dense() -> None:
     sum(expert(x).square().mean() for expert in experts).backward()
 
 
-def test_each_expert_gets_its_share_and_the_interval_holds_an_unbalanced_router() -> None:
+def test_each_expert_gets_its_share_and_the_interval_holds_an_unbalanced_router():
     prediction = oomph.predict(mixture_of_experts, gpu="h200")
     balanced = oomph.predict(dense, gpu="h200")
     assert balanced.interval is None
     experts = balanced.peak.allocated
     assert experts < prediction.peak.allocated < 1.25 * experts
     interval = prediction.interval
-    assert interval is not None
     assert interval.low.allocated <= prediction.peak.allocated < interval.high.allocated
     assert interval.high.allocated < 1.5 * prediction.peak.allocated
 
 
-def test_an_unknown_mask_selects_half_and_the_interval_holds_none_and_all() -> None:
-    def program(rows: int | None = None) -> None:
+def test_an_unknown_mask_selects_half_and_the_interval_holds_none_and_all():
+    def program(rows=None):
         x = torch.randn(4096, 256, device="cuda", requires_grad=True)
         w = torch.randn(256, 8192, device="cuda", requires_grad=True)
         y = x * 2
@@ -420,7 +413,6 @@ def test_an_unknown_mask_selects_half_and_the_interval_holds_none_and_all() -> N
         (chosen @ w).square().sum().backward()
 
     prediction = oomph.predict(program, gpu="h200")
-    assert prediction.interval is not None
     found = prediction.interval.low, prediction.peak, prediction.interval.high
     for peak, rows in zip(found, (1, 2048, 4096), strict=True):
         known = oomph.predict(lambda rows=rows: program(rows), gpu="h200")
@@ -435,8 +427,8 @@ def test_an_unknown_mask_selects_half_and_the_interval_holds_none_and_all() -> N
     assert oomph.predict(program, max=int(1.1 * found[2].reserved)).verdict == "fits"
 
 
-def test_sizes_that_follow_from_guessed_sizes_do_not_multiply() -> None:
-    def program() -> None:
+def test_sizes_that_follow_from_guessed_sizes_do_not_multiply():
+    def program():
         x = torch.randn(512, 8, device="cuda")
         chosen = x[x.sum(-1) > 0]
         pairs = (chosen @ chosen.T).flatten()
@@ -444,20 +436,19 @@ def test_sizes_that_follow_from_guessed_sizes_do_not_multiply() -> None:
         again[: len(chosen)].outer(again[: 4 * len(chosen)])
 
     prediction = oomph.predict(program)
-    assert prediction.interval is not None
     assert prediction.interval.high.allocated <= 3 * prediction.peak.allocated
 
 
 @in_process
-def test_nms_keeps_half_of_the_boxes() -> None:
+def test_nms_keeps_half_of_the_boxes():
     library = torch.library.Library("torchvision", "FRAGMENT")
     library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
     @torch.library.register_fake("torchvision::nms")
-    def _(dets: torch.Tensor, scores: torch.Tensor, threshold: float) -> torch.Tensor:
+    def _(dets, scores, threshold):
         return dets.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.long)
 
-    def program() -> None:
+    def program():
         boxes, scores = torch.rand(1000, 4, device="cuda"), torch.rand(1000, device="cuda")
         assert torch.ops.torchvision.nms(boxes, scores, 0.5).shape == (500,)
 
@@ -466,7 +457,7 @@ def test_nms_keeps_half_of_the_boxes() -> None:
     assert prediction.interval is not None
 
 
-def adaptive_solver(rounds: int | None, keep: bool = True) -> None:
+def adaptive_solver(rounds, keep=True):
     """Steps of a size that depends on values until the time is over, or a known number of steps."""
     layer = nn.Linear(512, 512).cuda()
     x, time, made = torch.randn(4096, 512, device="cuda"), torch.zeros((), device="cuda"), 0
@@ -480,22 +471,20 @@ def adaptive_solver(rounds: int | None, keep: bool = True) -> None:
     layer(x).sum().backward()
 
 
-def test_a_loop_that_a_guess_ends_gives_an_interval_of_rounds() -> None:
+def test_a_loop_that_a_guess_ends_gives_an_interval_of_rounds():
     found = oomph.predict(lambda: adaptive_solver(None), gpu="h200")
     few, typical, most = (oomph.predict(lambda n=n: adaptive_solver(n), gpu="h200") for n in (1, 4, 12))
     assert found.peak.allocated == pytest.approx(typical.peak.allocated, rel=0.01)
-    assert found.interval is not None
     assert found.interval.low.allocated == pytest.approx(few.peak.allocated, rel=0.01)
     assert found.interval.high.allocated == pytest.approx(most.peak.allocated, rel=0.01)
     (assumed,) = found.assumptions
     assert "loop" in assumed.text
-    assert assumed.site is not None
     assert "while (time < 1)" in linecache.getline(assumed.site.file, assumed.site.line)
 
 
 @in_process
-def test_a_loop_may_compare_with_a_number_that_it_computes() -> None:
-    def program() -> None:
+def test_a_loop_may_compare_with_a_number_that_it_computes():
+    def program():
         x, time = torch.randn(512, 512, device="cuda", requires_grad=True), torch.zeros((), device="cuda")
         step = torch.rand((), device="cuda")
         while time < 1 - step * 0.1:
@@ -508,8 +497,8 @@ def test_a_loop_may_compare_with_a_number_that_it_computes() -> None:
 
 
 @in_process
-def test_a_line_with_two_conditions_is_not_answered_for_the_wrong_one() -> None:
-    def program() -> None:
+def test_a_line_with_two_conditions_is_not_answered_for_the_wrong_one():
+    def program():
         x, rounds = torch.randn(512, 512, device="cuda", requires_grad=True), 0
         while rounds < 20:
             x, rounds = x.tanh(), rounds + 1
@@ -522,35 +511,33 @@ def test_a_line_with_two_conditions_is_not_answered_for_the_wrong_one() -> None:
     oomph.predict(program)
 
 
-class _Checked(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = super().forward(x)
-        if y.abs().max() > 1e4:
-            return y[x > 0]
-        return y
+class _Checked(nn.Module):
+    def forward(self, x):
+        if x.max() > 1e4:
+            return x[x > 0]
+        return x
 
 
-def test_a_check_in_every_layer_is_no_loop() -> None:
-    def program() -> None:
-        model = nn.Sequential(*(_Checked(64, 64) for _ in range(102))).cuda()
+def test_a_check_in_every_layer_is_no_loop():
+    def program():
+        model = nn.Sequential(nn.Linear(64, 64), *(_Checked() for _ in range(102))).cuda()
         wide = torch.randn(1 << 20, device="cuda")
         kept = wide[wide > 0]
         (model(torch.randn(32, 64, device="cuda")).sum() + kept.sum()).backward()
 
     found = oomph.predict(program)
     assert found.assumptions == ()
-    assert found.interval is not None
     assert found.interval.low.allocated < found.peak.allocated
 
 
-def test_rounds_that_keep_no_memory_need_no_interval() -> None:
+def test_rounds_that_keep_no_memory_need_no_interval():
     found = oomph.predict(lambda: adaptive_solver(None, keep=False), gpu="h200")
     assert found.interval is None
     assert found.assumptions == ()
 
 
-def test_a_loop_that_fails_in_more_rounds_than_a_guess_allows_has_those() -> None:
-    def program() -> None:
+def test_a_loop_that_fails_in_more_rounds_than_a_guess_allows_has_those():
+    def program():
         x, kept = torch.randn(1 << 20, device="cuda", requires_grad=True), []
         while True:
             if kept:

@@ -177,7 +177,6 @@ def test_the_newest_few_are_kept(tmp_path):
     save(checkpoints, 10, 9, 20, 100_000_000)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000020", "step-100000000"]
     latest = checkpoints.latest()
-    assert latest is not None
     assert latest.step == 100_000_000
     assert not latest.skipped
     assert find(str(tmp_path / "step-00000020")).step == 20
@@ -203,7 +202,6 @@ def test_corrupt_newer_checkpoints_are_skipped_and_only_corrupt_ones_are_an_erro
     file = corrupt(tmp_path, 3)
     (tmp_path / "step-00000002" / "manifest.json").write_text("{")
     latest = checkpoints.latest()
-    assert latest is not None
     assert latest.step == 1
     first, second = latest.skipped.values()
     assert first.startswith(f"{file} is corrupt")

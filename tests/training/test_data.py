@@ -47,7 +47,6 @@ def test_rows_in_order_are_the_text_itself_with_marks_around_documents(tmp_path)
     run = opened(folder, tmp_path, curriculum=Curriculum((Stage(7, 1),)), shuffle=False, validation=0.0)
     joined = [token for batch in drawn(run, 8) for row in batch for token in row]
     tokenizer = run.tokenizer
-    assert tokenizer is not None
     one, two = ([tokenizer.sos, *b"text of %c\n" % name, tokenizer.eos] for name in b"ab")
     endless = (one + two) * 3
     assert joined == endless[: len(joined)]  # across the end of the epoch too, nothing lost, no padding
@@ -107,7 +106,6 @@ def test_the_last_row_of_validation_is_padded_and_its_padding_is_no_label(tmp_pa
         numbered_lines(tmp_path / "corpus.txt", 300), tmp_path, curriculum=Curriculum((Stage(100, 2),))
     )
     batches = list(run.validation())
-    assert run.tokenizer is not None
     padding = batches[-1]["input_ids"] == run.tokenizer.pad
     assert padding.any()
     assert torch.equal(batches[-1]["labels"] == -100, padding)

@@ -177,7 +177,6 @@ def test_a_second_signal_ends_at_once_and_leaves_complete_checkpoints(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         train(config, callbacks=SendsSignals(5, signal.SIGINT, signal.SIGINT))
     newest = Checkpoints(tmp_path / "run" / "checkpoints").latest()
-    assert newest is not None
     assert newest.step == 4
     assert not newest.skipped
     train(config, resume=True)

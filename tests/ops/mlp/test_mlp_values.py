@@ -34,7 +34,6 @@ def test_a_transposed_weight_gets_its_gradient_in_its_own_layout():
     stored = w.up.detach().t().contiguous().requires_grad_()
     tiled_mlp(MLPWeights(stored.t(), w.down, w.gate), x, tile=8).sum().backward()
     tiled_mlp(w, x, impl="reference").sum().backward()
-    assert stored.grad is not None
     assert stored.grad.is_contiguous()
     assert_same([stored.grad.t()], [w.up.grad])
 
