@@ -274,43 +274,31 @@ def predict_target(
 ) -> Prediction:
     """`sizes`: of the Workload, instead of its own. `silent`: without what the program prints. `on_end`: of a
     Script. `search`: with what cuDNN's search for algorithms takes."""
+    from oomph.prediction import predict as predict_program
     from oomph.prediction.api import predict_isolated, run_silently
+    from oomph.prediction.program import STEPS
 
     def run(progress: Progress) -> Prediction:
-        return _predict_target(options, sizes, progress, on_end, search)
+        predict = partial(
+            predict_program, gpu=options.gpu, sizes=_sizes(options), progress=progress, search=search
+        )
+        if options.is_script:
+            return predict(replace(script_with_fixes(options), on_end=on_end), max=options.max)
+        with open_target(options.target, options.overrides) as target:
+            if options.fixes:
+                target = with_fixes(target, options.fixes)
+            if options.ranks is not None:
+                target = _on_ranks(workload_of(target, options.target), options)
+            if sizes is not None:
+                target = replace(workload_of(target, options.target), sizes=sizes)
+            if options.stages:  # the table shows the first pass
+                target = replace(workload_of(target, options.target), accumulate=1)
+            steps = 1 if options.stages else STEPS
+            return predict(target, max=allocator_limit(options, options.max), steps=steps)
 
     # The program's own output goes to stderr; the progress bar comes second, so that it wraps that output.
     with stdout_to_stderr(), progress_display(Console(stderr=True)) as report:
         return predict_isolated(partial(run_silently, run) if silent else run, report, options.allow)
-
-
-def _predict_target(
-    options: PredictOptions, sizes: Mapping[str, int] | None, progress: Progress, on_end: Any, search: bool
-) -> Prediction:
-    from oomph.prediction import predict as predict_program
-    from oomph.prediction.program import STEPS
-
-    predict = partial(
-        predict_program, gpu=options.gpu, sizes=_sizes(options), progress=progress, search=search
-    )
-
-    if options.is_script:
-        script = replace(script_with_fixes(options), on_end=on_end)
-        return predict(script, max=options.max)
-    with open_target(options.target, options.overrides) as target:
-        if options.fixes:
-            target = with_fixes(target, options.fixes)
-        if options.ranks is not None:
-            target = _on_ranks(workload_of(target, options.target), options)
-        if sizes is not None:
-            target = replace(workload_of(target, options.target), sizes=sizes)
-        if options.stages:  # the table shows the first pass
-            target = replace(workload_of(target, options.target), accumulate=1)
-        return predict(
-            target,
-            max=allocator_limit(options, options.max),
-            steps=1 if options.stages else STEPS,
-        )
 
 
 def script_with_fixes(options: PredictOptions) -> Script:
