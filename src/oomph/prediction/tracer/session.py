@@ -57,7 +57,7 @@ from oomph.torch_internals import (
 )
 
 _READ_EACH = 4096  # elements of a list
-_TUNING_BYTES = 256 << 20  # of Triton's autotuner
+_TUNING_BYTES = 256 << 20  # get_empty_cache_for_benchmark in triton/backends/nvidia/driver.py, for any GPU
 
 
 @contextlib.contextmanager
@@ -357,8 +357,7 @@ def _draw_truncated_normals_once(patches: Patches) -> None:
 def _skip_triton_kernels(patches: Patches, tracer: Tracer) -> None:
     """Triton kernels of the program allocate nothing and need a driver. What they write is unknown.
 
-    The autotuner, for arguments that are new to it, overwrites the L2 cache with a buffer between its runs
-    (get_empty_cache_for_benchmark in triton/backends/nvidia/driver.py).
+    The autotuner, for arguments that are new to it, overwrites the L2 cache with a buffer between its runs.
     """
     tuned: set[tuple[Any, ...]] = set()
 
