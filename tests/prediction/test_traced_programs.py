@@ -529,6 +529,20 @@ def test_a_sparse_adjacency_matrix_multiplies_dense_features():
     assert many - few > ((1 << 18) - (1 << 10)) * (2 * 8 + 4)  # two indices and a value for every edge
 
 
+def test_a_sparse_tensor_with_dense_dimensions_holds_the_rows_that_are_not_zero():
+    def program():
+        x = torch.zeros(256, 256, device="cuda")
+        x[:16] = 1
+        rows = x.to_sparse(1)
+        assert (rows.indices().shape, rows.values().shape) == ((1, 16), (16, 256))
+        assert torch.randn(64, 256, device="cuda").to_sparse(1).values().shape == (64, 256)
+        matrix = torch.ones(4, 5, 6, device="cuda").to_sparse_csr(dense_dim=1)
+        assert (matrix.crow_indices().shape, matrix.values().shape) == ((5,), (20, 6))
+        assert rows.to_sparse() is rows
+
+    oomph.predict(program)
+
+
 def test_sparse_products_of_the_wrong_shape_fail():
     def program():
         torch.eye(64, device="cuda").to_sparse() @ torch.ones(7, 4, device="cuda")

@@ -6,6 +6,7 @@ indices are all distinct; of a dense one, what nonzero finds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -40,7 +41,7 @@ CONVERSIONS: dict[OpOverload, torch.layout] = {
     aten._to_sparse_bsr.default: torch.sparse_bsr,
     aten._to_sparse_bsc.default: torch.sparse_bsc,
 }
-_COMPRESSED = {torch.sparse_csr: -2, torch.sparse_csc: -1}  # layout -> the dimension of compressed indices
+_COMPRESSED = {torch.sparse_csr: 0, torch.sparse_csc: 1}  # layout -> the dimension of compressed indices
 _COPIES = aten_ops("_coalesce.default clone.default sparse_mask.default")
 _PRODUCTS = aten_ops("mm.default addmm.default _sparse_addmm.default")
 Run = Callable[[OpOverload, Sequence[Any], dict[str, Any]], Any]
@@ -67,7 +68,9 @@ class SparseTensors:
             return args[0]
         source = args[-1] if func is aten.sparse_mask.default else args[0]
         if func in CONVERSIONS:
-            return self._converted(source, bind(func, args, kwargs).get("layout") or CONVERSIONS[func])
+            options = bind(func, args, kwargs)
+            dense_dim = options.get("dense_dim") or source.dim() - options.get("sparse_dim", source.dim())
+            return self._converted(source, options.get("layout") or CONVERSIONS[func], dense_dim)
         is_coo = source.layout is torch.sparse_coo
         if func in _COPIES or (func is aten.transpose.int and is_coo):
             parts = [self._run_dense(aten.clone.default, (part,), {}) for part in sparse_parts(source)]
@@ -147,10 +150,17 @@ class SparseTensors:
             tracer.mark_gradient(out)
         return out
 
-    def _converted(self, source: torch.Tensor, layout: torch.layout) -> torch.Tensor:
+    def _converted(self, source: torch.Tensor, layout: torch.layout, dense_dim: int = 0) -> torch.Tensor:
+        if source.layout is layout:
+            return source
+        sparse_dim = source.dim() - (dense_dim if source.layout is torch.strided else source.dense_dim())
         if source.layout is torch.strided:
-            indices = self._run_dense(aten.nonzero.default, (source,), {})
-            count, values = indices.shape[0], source
+            values, known = source, self._tracer.values.known(source)
+            count = self._run_dense(aten.nonzero.default, (source,), {}).shape[0]
+            if known is None:
+                count = min(count, math.prod(source.shape[:sparse_dim]))
+            elif dense_dim:
+                count = int(known.flatten(sparse_dim).any(-1).count_nonzero())
         else:
             values = sparse_parts(source)[-1]
             count = values.shape[0]
@@ -158,13 +168,14 @@ class SparseTensors:
         def empty(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return self._run_dense(aten.new_empty.default, (values, size), {"dtype": dtype})  # type: ignore[no-any-return]
 
-        if layout in _COMPRESSED and source.dim() == 2:
+        if layout in _COMPRESSED and sparse_dim == 2:
             positions = [empty(source.shape[_COMPRESSED[layout]] + 1), empty(count)]
         elif layout is torch.sparse_coo:
-            positions = [empty(source.dim(), count)]
+            positions = [empty(sparse_dim, count)]
         else:
             raise UserError(f"tensors of {layout} with {source.dim()} dimensions cannot be traced yet")
-        return self._made([*positions, empty(count, dtype=source.dtype)], source.shape, layout)
+        stored = empty(count, *source.shape[sparse_dim:], dtype=source.dtype)
+        return self._made([*positions, stored], source.shape, layout, source.dim() - sparse_dim)
 
     def _made(
         self,
