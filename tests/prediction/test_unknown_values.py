@@ -197,6 +197,22 @@ def test_loops_that_wait_for_a_value_are_cut_and_the_verdict_says_so(program):
     assert assumed.site.function == program.__name__
 
 
+@in_process
+def test_rounds_of_a_loop_are_counted_in_each_call_of_its_function():
+    def solve(x):
+        for _ in range(60):
+            x = x * 0.99
+            if x.abs().max() < 1e-3:
+                break
+        return x
+
+    def program():
+        x = torch.randn(64, device="cuda", requires_grad=True)
+        sum(solve(x).sum() for _ in range(2)).backward()
+
+    assert oomph.predict(program).assumptions == ()
+
+
 def own_loop(iterations, optimizers=1, layers=60):
     """Each optimizer has a share of the layers, and steps once in an iteration."""
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(layers))).cuda()

@@ -15,11 +15,9 @@ these values. Guesses are noted with their line.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import functools
 import itertools
-import linecache
 import math
 import weakref
 from collections import Counter
@@ -34,8 +32,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from oomph.prediction.cuda.rules import BoundArguments, Fake, aten_ops, bind, op_name
 from oomph.prediction.tracer.fast_path import VIEWS
+from oomph.prediction.tracer.loops import Loops
 from oomph.prediction.tracer.work import tensors_in
-from oomph.records import Note, Site
+from oomph.records import Site
 from oomph.torch_internals import FakeTensor, OpOverload
 
 aten = torch.ops.aten
@@ -553,12 +552,6 @@ def _mean(entry: Representative) -> float:
     return _fraction(entry) if entry.values.dtype == torch.bool else float(entry.values.double().mean())
 
 
-_ROUNDS = {"fewest": 1, "typical": 4, "most": 12}  # of a loop that keeps memory and that a guess ends earlier
-_MOST_ASKED = 100  # times that a loop asks the same before it gets the other answer
-_MOST_ASKED_BY_CALLS = 1000  # by `if condition: return` outside a loop, which every layer of a model may ask
-_MOST_ASKED_ANYWHERE = 10_000  # of a line that does not look like the end of a loop
-
-
 class ValueEstimates:
     """What the program reads of values, and sizes that depend on them.
 
@@ -578,15 +571,13 @@ class ValueEstimates:
         self._note = note
         self._note_once = note_once
         self._site = site
-        self._allocated = allocated
         self._stated = WeakIdKeyDictionary()  # mask -> how many elements the program says it selects
         self._asked: Counter[tuple[str, int]] = Counter()
-        # Line -> its last answer, how often in a row, and the bytes allocated then.
-        self._repeated: dict[tuple[str, int], tuple[Any, int, int]] = {}
-        self._short_loops: set[tuple[str, int]] = set()  # those that a guess ends after few rounds
+        as_guessed = frozenset(key[:2] for key in self._assumptions.other_answers if not key[2])
+        self._loops = Loops(self._assumptions.sizes, as_guessed, allocated)
         self.conditions: dict[tuple[Site, bool], None] = {}  # guesses that the program branched on, in order
         self.last_condition: ConditionKey | None = None
-        self.loops_cut: list[Note] = []
+        self.loops_cut = self._loops.cut
         self.sizes_assumed = False
 
     def scalar(self, tensor: torch.Tensor) -> bool | int | float:
@@ -594,7 +585,7 @@ class ValueEstimates:
         found = self._values.of(tensor)
         value = found.values.reshape(-1)[0].item()
         if found.known and isinstance(value, bool):
-            self._count(self._site() or Site("", 0, ""), value)
+            self._loops.count(self._site() or Site("", 0, ""), value)
         return value if found.known else self._answer(value, tensor)
 
     def equality(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -609,32 +600,22 @@ class ValueEstimates:
         return same if left.known and right.known else bool(self._answer(same))
 
     def _answer(self, value: Any, condition: torch.Tensor | None = None) -> Any:
-        """A guess that the program reads. Loops that would ask forever get the other answer once."""
+        """A guess that the program reads."""
         site = self._site() or Site("", 0, "")
         line = site.file, site.line
         self._asked[line] += 1
         key = (*line, self._asked[line])
         flipped = self._assumptions.other_answers
         other = any(key[:2] == each[:2] and key[2] >= each[2] > 0 for each in flipped)
-        end = _loop_ends(site.file).get(site.line)
-        grew = self._allocated() > self._repeated.get(line, (None, 0, 0))[2]
-        ends = end is not None and end.goes_on is not None and value is (not end.goes_on)
-        longer = end is not None and ends and self._runs_longer(site, end, grew)
-        value = not value if longer else value
-        repeated = self._count(site, value)
-        if longer and condition is not None:
-            self._values.set_to_match(condition, value, repeated)
-        if end is None:
-            most = _MOST_ASKED_ANYWHERE
-        elif not end.in_loop:
-            most = _MOST_ASKED_BY_CALLS
-        else:
-            few = self._assumptions.sizes == "fewest" and grew
-            most = _ROUNDS["typical"] if few else _MOST_ASKED
-        if repeated > most:
-            del self._repeated[line]
+        answered = self._loops.answer(site, value)
+        value = answered.value
+        if answered.prolonged:
+            self.last_condition = (*line, 0)
+            if condition is not None:
+                self._values.set_to_match(condition, value, answered.rounds)
+        if answered.cut:
             other = not other
-            self._leave_loop(site, repeated, grew)
+        self.sizes_assumed |= self._loops.kept_memory
         if isinstance(value, bool):
             answer = value != other
             self._note(f"a condition on values of the GPU is taken as {str(answer).lower()}")
@@ -649,40 +630,6 @@ class ValueEstimates:
                 "numbers read from the GPU (a loss to print, a norm) are taken as 1.0 and what follows"
             )
         return type(value)(0) if other else value
-
-    def _count(self, site: Site, value: Any) -> int:
-        """How often in a row the line got this answer."""
-        line = site.file, site.line
-        last, repeated, _ = self._repeated.get(line, (None, 0, 0))
-        repeated = repeated + 1 if last == value or not isinstance(value, bool) else 1
-        self._repeated[line] = value, repeated, self._allocated()
-        return repeated
-
-    def _runs_longer(self, site: Site, end: _LoopEnd, grew: bool) -> bool:
-        """Whether a loop goes on that a guess would end. Rule: where each round keeps memory, as with an
-        adaptive ODE solver, and the guess allows only a few, their number is assumed."""
-        line = site.file, site.line
-        last, repeated, _ = self._repeated.get(line, (None, 0, 0))
-        again = last == end.goes_on
-        rounds = repeated * again + end.after_round
-        if not end.in_loop or not rounds or (again and not grew):
-            return False
-        if rounds < _ROUNDS["typical"]:
-            self._short_loops.add(line)
-        key = (*line, 0)
-        if line not in self._short_loops or key in self._assumptions.other_answers:
-            return False
-        if rounds < _ROUNDS[self._assumptions.sizes]:
-            self.last_condition = key
-            return True
-        self._leave_loop(site, rounds, grew)
-        return False
-
-    def _leave_loop(self, site: Site, rounds: int, grew: bool) -> None:
-        self.sizes_assumed |= grew
-        if not any(note.site == site for note in self.loops_cut):
-            text = f"a loop whose end depends on values was left after {rounds} rounds"
-            self.loops_cut.append(Note(text, site))
 
     def state_selected(self, mask: torch.Tensor, rows: int, at_most: bool = False) -> None:
         """The program assigns so many values to the elements that the mask selects."""
@@ -915,42 +862,3 @@ def _first_of(fake: Fake, allocated: int, used: int, dtype: torch.dtype) -> torc
     """A tensor that was shortened in place: its storage keeps its size."""
     whole = _empty(fake, (allocated,), dtype)
     return whole if used == allocated else fake(aten.slice.Tensor, (whole, 0, 0, used), {})
-
-
-class _LoopEnd(NamedTuple):
-    """A condition that can end a loop: with which answer the loop goes on, and whether it is asked after a
-    round, not before. Outside a loop, `if condition: return` may end one of a caller."""
-
-    goes_on: bool | None  # None: either, as in `if not a and b: break`, whose line asks for both
-    after_round: bool
-    in_loop: bool
-
-
-@functools.lru_cache(maxsize=256)
-def _loop_ends(file: str) -> dict[int, _LoopEnd]:
-    """Line -> `while condition:`, or `if condition:` whose last statement is break or return."""
-    found: dict[int, _LoopEnd] = {}
-
-    def state(test: ast.expr, goes_on: bool, after_round: bool, in_loop: bool) -> None:
-        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            state(test.operand, not goes_on, after_round, in_loop)
-        elif isinstance(test, ast.BoolOp):
-            for operand in test.values:
-                state(operand, goes_on, after_round, in_loop)
-        else:
-            for line in range(test.lineno, (test.end_lineno or test.lineno) + 1):
-                either = line in found and found[line].goes_on is not goes_on
-                found[line] = _LoopEnd(None if either else goes_on, after_round, in_loop)
-
-    def visit(node: ast.AST, in_loop: bool) -> None:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.While):
-                state(child.test, True, False, True)
-            elif isinstance(child, ast.If) and isinstance(child.body[-1], (ast.Break, ast.Return)):
-                state(child.test, False, True, in_loop)
-            loop = isinstance(child, (ast.While, ast.For))
-            visit(child, loop or (in_loop and not isinstance(child, (ast.FunctionDef, ast.Lambda))))
-
-    with contextlib.suppress(SyntaxError, ValueError):
-        visit(ast.parse("".join(linecache.getlines(file))), False)
-    return found
