@@ -53,6 +53,24 @@ def test_cumprod_takes_the_longer_way_back_where_an_element_is_zero():
 
 
 @in_process
+def test_values_written_into_parts_of_an_uninitialized_tensor_are_known():
+    def program():
+        graph = torch.tensor([0, 0, 0, 1, 2, 2]).cuda()  # of each node
+        x = torch.ones(6, 4, device="cuda")
+        count = torch.zeros(3, dtype=torch.long, device="cuda").scatter_add_(0, graph, torch.ones_like(graph))
+        first = count.new_empty(4)
+        first.narrow(0, 0, 1).zero_()
+        torch.cumsum(count, dim=0, out=first.narrow(0, 1, 3))
+        position = torch.arange(6, device="cuda") - first[graph] + graph * int(count.max())
+        mask = torch.zeros(9, dtype=torch.bool, device="cuda")
+        mask[position] = True
+        assert torch.ones(9, 4, device="cuda")[mask].shape == x.shape
+        assert first[-1].item() == 6
+
+    assert "depends on values" not in notes_of(program)
+
+
+@in_process
 def test_known_values_give_exact_sizes_without_a_note():
     def program():
         x = torch.randn(6, 4, device="cuda")

@@ -52,6 +52,10 @@ _FACTORIES_LIKE = aten_ops("""
     zeros_like.default ones_like.default full_like.default new_zeros.default new_ones.default
     new_full.default zero_.default fill_.Scalar
 """)
+# What a program reads of one it has written before. Whole numbers that are written into it stay known.
+_UNINITIALIZED = aten_ops("""
+    empty.memory_format empty_like.default new_empty.default empty_strided.default new_empty_strided.default
+""")
 # All elements are the same: the number, or the position of the argument that is it.
 _CONSTANTS = {
     **dict.fromkeys(aten_ops("zeros.default zeros_like.default new_zeros.default zero_.default"), 0),
@@ -229,8 +233,14 @@ class Values:
         func, args, kwargs = call
         made = out if isinstance(out, (list, tuple)) else (out,)
         results = [item for item in made if isinstance(item, FakeTensor)]
-        if not results or "out" in kwargs:
+        if not results:
             return self.invalidate(call)
+        if "out" in kwargs:
+            return self._propagate_out(call, given, results)
+        if func in _UNINITIALIZED:
+            if _is_whole_number(results[0].dtype) and _is_small(results[0]):
+                self.set(results[0], torch.zeros(results[0].shape, dtype=results[0].dtype))
+            return None
         if func in _RANDOM:
             self.invalidate(call)
             return self._draw(func, args, results[0])
@@ -315,6 +325,17 @@ class Values:
         if not follow or not self._store_computed(call, results, known=known):
             self.invalidate(call)
 
+    def _propagate_out(
+        self, call: OpCall, given: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
+    ) -> None:
+        """torch.cumsum(x, dim=0, out=part_of_another)"""
+        out = call.kwargs["out"]
+        inputs = [self.of(tensor) for tensor in given if tensor is not out]
+        follows = isinstance(out, FakeTensor) and self.of(out).whole and all(map(_is_small, given))
+        known = all(entry.known and entry.whole for entry in inputs)
+        if not follows or not known or not self._store_computed(call, results, known=True):
+            self.invalidate(call)
+
     def _propagate_scatter(self, call: OpCall, result: torch.Tensor) -> None:
         """A number is written at some positions of a tensor of equal elements, as one-hot masks are made."""
         args = bind(*call)
@@ -348,9 +369,9 @@ class Values:
 
     def _store_computed(self, call: OpCall, results: Sequence[torch.Tensor], known: bool) -> bool:
         """Run the op on the host; whether that worked. Values that it writes into change in all views."""
-        args = call.args
-        written = call.func._schema.is_mutable and isinstance(args[0], FakeTensor)
-        follows = written and self.of(args[0]).whole
+        target: Any = call.kwargs.get("out", call.args[0] if call.args else None)
+        written = call.func._schema.is_mutable and isinstance(target, FakeTensor)
+        follows = written and self.of(target).whole
 
         def real(tensor: torch.Tensor) -> torch.Tensor:
             if call.func in _FACTORIES_LIKE and not written:  # its values are not asked for
@@ -371,7 +392,7 @@ class Values:
             if fake.shape == value.shape and (known or _is_finite(value)):
                 self.set(fake, value, known=known)
         if written and not known:
-            self._guessed[args[0].untyped_storage()] = True
+            self._guessed[target.untyped_storage()] = True
         return True
 
     def set_to_match(self, condition: torch.Tensor, answer: bool, rounds: int) -> None:
@@ -498,9 +519,12 @@ def _real(arg: Any, real: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return [_real(item, real) for item in arg] if isinstance(arg, (list, tuple)) else arg
 
 
+def _is_whole_number(dtype: torch.dtype) -> bool:
+    return not dtype.is_floating_point and not dtype.is_complex
+
+
 def _is_small(tensor: torch.Tensor) -> bool:
-    whole = not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
-    return tensor.numel() <= (_MOST_ELEMENTS if whole else _MOST_FLOATS)
+    return tensor.numel() <= (_MOST_ELEMENTS if _is_whole_number(tensor.dtype) else _MOST_FLOATS)
 
 
 def _asks_whether_finite(func: OpOverload, args: Sequence[Any]) -> bool:
