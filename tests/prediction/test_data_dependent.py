@@ -71,6 +71,35 @@ def test_values_written_into_parts_of_an_uninitialized_tensor_are_known():
 
 
 @in_process
+def test_large_values_that_sizes_depend_on_are_computed_from_the_data():
+    """Pairs of points within a radius, and masks of lengths; both too large to follow through every op."""
+    points = torch.rand(2000, 3, generator=torch.Generator().manual_seed(0))
+    near = (points[:, None] - points[None]).norm(dim=-1) < 0.1
+    lengths = torch.arange(1, 3001)
+
+    def program():
+        moved = points.to("cuda")
+        pairs = ((moved[:, None] - moved[None]).norm(dim=-1) < 0.1).nonzero()
+        assert len(pairs) == int(near.sum())
+        mask = torch.arange(3000, device="cuda") < lengths.to("cuda")[:, None]
+        assert len(torch.ones(9_000_000, device="cuda")[mask.view(-1)]) == int(lengths.sum())
+        assert mask.sum().item() == int(lengths.sum())
+        edges = torch.stack([torch.arange(800_000), torch.arange(800_000) + 800_000])
+        edges = torch.cat([edges, edges.flip(0)], dim=1).to(
+            "cuda"
+        )  # made on the host, too large for real data
+        forth = edges[:, edges[0] < edges[1]]
+        assert forth.shape == (2, 800_000)
+        assert len(forth[:, :100].unique()) == 200
+        changed = moved * 1
+        distances = (changed[:, None] - changed[None]).norm(dim=-1)
+        distances.uniform_()
+        assert len((distances < 0.1).nonzero()) != int(near.sum())
+
+    assert "depends on values" in notes_of(program)  # of the random distances
+
+
+@in_process
 def test_known_values_give_exact_sizes_without_a_note():
     def program():
         x = torch.randn(6, 4, device="cuda")

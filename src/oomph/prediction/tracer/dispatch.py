@@ -670,6 +670,13 @@ class DispatchMode(TorchDispatchMode):
                 return func(*args, **kwargs)
             results = fake if isinstance(fake, (list, tuple)) else (fake,)
             if any(_bytes_of(result) > REAL_BYTES for result in tensors_in(results, {})):
+                rule = partial(
+                    self.tracer.values.put_off,
+                    OpCall(func, args, kwargs),
+                    tensors,
+                    list(tensors_in(results, {})),
+                )
+                self.tracer.guard.call("values", func, rule, _nothing)
                 return fake
             self._small_host_calls.add(call)
         return func(*args, **kwargs)

@@ -73,6 +73,13 @@ _KEEPS_VALUES = VIEWS | aten_ops("""
 _MAKES_MASKS = VIEWS | aten_ops("""
     where.self masked_fill.Scalar masked_fill.Tensor _to_copy.default index.Tensor
 """)
+# Large results that these and pointwise ops make of known values are computed once the program asks for them.
+_MAY_WAIT = _KEEPS_VALUES | aten_ops("""
+    nonzero.default linalg_vector_norm.default norm.ScalarOpt_dim sum.default sum.dim_IntList cumsum.default
+    amax.default amin.default max.default min.default any.default any.dim all.default all.dim mm.default
+    bmm.default _cdist_forward.default
+""")
+_MOST_WAITING = 1 << 24  # elements
 _COPY = aten.copy_.default
 _ADDITIONS = aten_ops("add.Tensor add_.Tensor")
 _BOUNDS = aten_ops("lt.Scalar le.Scalar gt.Scalar ge.Scalar")
@@ -151,11 +158,15 @@ class OpCall(NamedTuple):
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
 
-    def run(self, real: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    def run(self, real: Callable[[Any], torch.Tensor]) -> Any:
         """The op on the host, on the values that `real` gives for its tensors."""
+        call = self.replaced(real)
+        return self.func(*call.args, **call.kwargs)
+
+    def replaced(self, real: Callable[[Any], Any]) -> OpCall:
         options = {name: arg for name, arg in self.kwargs.items() if name not in ("device", "pin_memory")}
         given = {name: _real(arg, real) for name, arg in options.items()}
-        return self.func(*(_real(arg, real) for arg in self.args), **given)
+        return OpCall(self.func, [_real(arg, real) for arg in self.args], given)
 
 
 class Representative(NamedTuple):
@@ -165,6 +176,32 @@ class Representative(NamedTuple):
     whole: bool
     known: bool
     stamp: int = 0  # writes into the storage that it includes
+
+
+class _Waiting:
+    """Values that are computed once the program asks for them. No fake tensor is held: it would live on."""
+
+    def __init__(
+        self, call: OpCall | None, values: torch.Tensor | None, known: bool, result: int = 0
+    ) -> None:
+        self._call, self._values, self.known, self._result = call, values, known, result
+        self._version = 0 if values is None else values._version
+
+    def compute(self) -> torch.Tensor | None:
+        """None where an input has been overwritten since."""
+        if self._values is None and self._call is not None:
+            call, self._call = self._call, None
+            with contextlib.suppress(Exception):
+                computed = call.run(_Waiting._input)
+                values = computed[self._result] if isinstance(computed, (list, tuple)) else computed
+                self._values, self._version = values, values._version
+        return self._values if self._values is not None and self._values._version == self._version else None
+
+    def _input(self) -> torch.Tensor:
+        values = self.compute()
+        if values is None:
+            raise ValueError("overwritten")
+        return values
 
 
 class Values:
@@ -177,6 +214,7 @@ class Values:
         self._overwritten = WeakIdKeyDictionary()  # storages -> the stamp of their last unknown write
         self._compared = WeakIdKeyDictionary()  # results of comparisons of two numbers -> op, weak arguments
         self._zeros = WeakIdKeyDictionary()  # large float tensors that were made of zeros
+        self._waiting = WeakIdKeyDictionary()  # tensors -> how their values are computed, the stamp then
         self._stamp = 0
         self.draws = 0
 
@@ -252,6 +290,8 @@ class Values:
         is_float, small = results[0].dtype.is_floating_point, _is_small(results[0])
         if func in _SCATTERS and not small:
             return self._propagate_scatter(call, results[0])
+        if not small or any(tensor in self._waiting for tensor in given):
+            self.put_off(call, given, results)
         large_floats = is_float and not small and func not in _FACTORIZATIONS
         if large_floats and func in _ZEROS:
             self._zeros[results[0]] = True
@@ -324,6 +364,38 @@ class Values:
         follow = small and (whole or pointwise or not floating)
         if not follow or not self._store_computed(call, results, known=known):
             self.invalidate(call)
+
+    def put_off(self, call: OpCall, given: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+        """Distances between known positions, masks of known lengths."""
+        may_wait = torch.Tag.pointwise in call.func.tags or call.func in _MAY_WAIT
+        if not may_wait or call.func._schema.is_mutable or not given or results[0].numel() > _MOST_WAITING:
+            return
+        inputs: dict[int, _Waiting] = {}
+        for tensor in given:
+            waiting = self._waiting_for(tensor)
+            if waiting is None:
+                entry = self.of(tensor)
+                guess = not entry.known and (not entry.whole or tensor.dtype.is_floating_point)
+                if guess or not (entry.whole or not entry.values.dim()):
+                    return
+                waiting = _Waiting(None, self.whole(tensor), entry.known)
+            inputs[id(tensor)] = waiting
+        known = all(waiting.known for waiting in inputs.values())
+        replaced = call.replaced(lambda tensor: inputs[id(tensor)])
+        for index, result in enumerate(results):
+            stamp = self._overwritten.get(result.untyped_storage(), 0)
+            self._waiting[result] = _Waiting(replaced, None, known, index), stamp
+
+    def _waiting_for(self, tensor: torch.Tensor) -> _Waiting | None:
+        waiting, stamp = self._waiting.get(tensor, (None, 0))
+        return None if stamp < self._overwritten.get(tensor.untyped_storage(), 0) else waiting
+
+    def resolve(self, tensor: Any) -> None:
+        """The program asks for values: compute them if they have been put off."""
+        waiting = self._waiting_for(tensor) if tensor in self._waiting else None
+        values = waiting.compute() if waiting is not None else None
+        if waiting is not None and values is not None and values.shape == tensor.shape:
+            self.set(tensor, values.to(tensor.dtype), known=waiting.known)
 
     def _propagate_out(
         self, call: OpCall, given: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
@@ -513,8 +585,8 @@ def _run_on_samples(call: OpCall, samples: Mapping[int, torch.Tensor]) -> torch.
         return None
 
 
-def _real(arg: Any, real: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(arg, torch.Tensor):
+def _real(arg: Any, real: Callable[[Any], Any]) -> Any:
+    if isinstance(arg, (torch.Tensor, _Waiting)):
         return real(arg)
     return [_real(item, real) for item in arg] if isinstance(arg, (list, tuple)) else arg
 
@@ -606,6 +678,7 @@ class ValueEstimates:
 
     def scalar(self, tensor: torch.Tensor) -> bool | int | float:
         """`.item()`, `if tensor:`"""
+        self._values.resolve(tensor)
         found = self._values.of(tensor)
         value = found.values.reshape(-1)[0].item()
         if found.known and isinstance(value, bool):
@@ -614,6 +687,8 @@ class ValueEstimates:
 
     def equality(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """`torch.equal`, `torch.allclose`"""
+        for tensor in args[:2]:
+            self._values.resolve(tensor)
         left, right = (self._values.of(tensor) for tensor in args[:2])
         if args[0].shape != args[1].shape and func is aten.equal.default:
             return False
@@ -716,11 +791,14 @@ class ValueEstimates:
                 "it is assumed to be as large as the first argument"
             )
             return results_like_first_argument(fake, func, args)
+        for tensor in tensors_in(args, kwargs):
+            self._values.resolve(tensor)
         call = OpCall(func, args, kwargs)
         return rule(self, fake, bind(*call), partial(self._values.compute, call))
 
     def _rows_selected(self, mask: torch.Tensor) -> int:
         """How many elements nonzero finds."""
+        self._values.resolve(mask)
         found, elements = self._values.of(mask), mask.numel()
         if mask in self._stated:
             return int(self._stated[mask])
