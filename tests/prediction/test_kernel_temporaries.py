@@ -10,6 +10,7 @@ import oomph.prediction.cuda
 from oomph.gpus import find
 from oomph.prediction.cuda.kernels import reduction_buffers
 from oomph.prediction.cuda.rules import temporaries_of
+from oomph.units import MiB
 
 pytestmark = pytest.mark.usefixtures("in_process")
 
@@ -253,3 +254,47 @@ def test_the_gradient_of_unfold_holds_a_storage_as_large_as_the_columns():
 
     columns = 8 * 64 * 9 * 62 * 62 * 4
     assert oomph.predict(target, gpu="h200").steps[-1].end >= columns
+
+
+EXPANDED = strided((1024, 512), (0, 0))
+MATRIX = meta(512, 256)
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "copied"),
+    [
+        (aten.mm.default, (EXPANDED, MATRIX), [1024 * 512 * 4]),
+        (aten.addmm.default, (meta(256), EXPANDED, MATRIX), [1024 * 512 * 4]),
+        (aten.mm.default, (strided((1024, 512), (2048, 2)), MATRIX), [1024 * 512 * 4]),
+        (aten.mm.default, (strided((1024, 512), (2048, 1)), MATRIX), []),  # columns of a wider matrix
+        (aten.mm.default, (strided((1024, 512), (1, 1024)), MATRIX), []),  # transposed
+        (aten.bmm.default, (strided((8, 64, 32), (0, 32, 1)), meta(8, 32, 16)), []),  # one matrix for all
+        (aten.bmm.default, (strided((8, 64, 32), (0, 0, 0)), meta(8, 32, 16)), [8 * 64 * 32 * 4]),
+    ],
+)
+def test_cublas_copies_matrices_without_dense_rows_or_columns(op, args, copied):
+    assert taken(op, *args) == copied
+
+
+# MiB allocated in a step of `f(matrix).sum().backward()`, measured with cuBLAS's workspaces of 32 MiB.
+@pytest.mark.parametrize(
+    ("measured", "function", "shape"),
+    [
+        (144, torch.linalg.inv, (2048, 2048)),
+        (144, torch.linalg.inv, (16, 512, 512)),
+        (130, lambda a: torch.linalg.solve(a, a.new_empty(2048, 64).requires_grad_()), (2048, 2048)),
+        (112, lambda a: torch.linalg.slogdet(a)[1], (2048, 2048)),
+    ],
+)
+def test_linear_algebra_and_its_gradients_hold_what_was_measured(measured, function, shape):
+    def target():
+        matrices = torch.randn(shape, device="cuda", requires_grad=True)
+
+        def step():
+            matrices.grad = None
+            function(matrices).sum().backward()
+
+        return step
+
+    found = oomph.predict(target, gpu="h200")
+    assert found.peak.allocated / MiB == pytest.approx(measured, rel=0.005)

@@ -463,6 +463,11 @@ def _solution(call: BoundArguments, gpu: GPU) -> list[int]:
     return [matrices.nbytes]
 
 
+@temporaries(aten.linalg_lu_solve.default)
+def _solution_by_lu(call: BoundArguments, gpu: GPU) -> list[int]:
+    return [call["B"].nbytes]
+
+
 @temporaries(aten._fft_c2r.default)
 def _real_from_complex(call: BoundArguments, gpu: GPU) -> list[int]:
     """cuFFT overwrites the input, so it is given a copy (native/cuda/SpectralOps.cpp)."""

@@ -55,11 +55,14 @@ aten = torch.ops.aten
 # ----------------------------------------------------------------------------------------------------- cuBLAS
 
 
-_MATRIX_PRODUCTS = aten_ops("""
+_CUBLAS_OPS = aten_ops("""
     mm.default addmm.default addmm_.default bmm.default baddbmm.default baddbmm_.default addbmm.default
     _addmm_activation.default mv.default addmv.default dot.default _euclidean_dist.default
     _scaled_mm.default mm.out addmm.out bmm.out
+    linalg_inv_ex.default _linalg_solve_ex.default linalg_lu_solve.default linalg_solve_triangular.default
+    linalg_pinv.atol_rtol_tensor
 """)
+_CUBLAS_OPS_IF_BATCHED = aten_ops("_linalg_slogdet.default _linalg_det.default linalg_lu_factor_ex.default")
 _PRODUCTS_IN_WIDER_DTYPE = aten_ops("""
     mm.dtype mm.dtype_out addmm.dtype addmm.dtype_out bmm.dtype bmm.dtype_out baddbmm.dtype baddbmm.dtype_out
 """)
@@ -85,7 +88,7 @@ def cublas_workspace_bytes(capability: tuple[int, int]) -> int:
 
 
 class CublasWorkspaces:
-    """Allocated at the first matrix product of a thread on a stream, inside the caching allocator, and never
+    """Allocated at the first call of cuBLAS by a thread on a stream, inside the caching allocator, and never
     freed."""
 
     def __init__(self, tracer: _Tracer) -> None:
@@ -95,7 +98,8 @@ class CublasWorkspaces:
     def allocate(self, func: OpOverload, args: Sequence[Any]) -> None:
         """The workspaces that the op is the first of its thread and stream to need."""
         looped = func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16
-        if not looped and func not in _MATRIX_PRODUCTS and func not in _PRODUCTS_IN_WIDER_DTYPE:
+        batched = func in _CUBLAS_OPS_IF_BATCHED and args[0].dim() > 2
+        if not (looped or batched or func in _CUBLAS_OPS or func in _PRODUCTS_IN_WIDER_DTYPE):
             return
         self._hold("cublas workspace", cublas_workspace_bytes(self._tracer.gpu.capability))
         if func in (aten.addmm.default, aten._addmm_activation.default) and _adds_bias_in_epilogue(*args[:3]):
@@ -111,6 +115,21 @@ class CublasWorkspaces:
 def _adds_bias_in_epilogue(bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> bool:
     """A bias vector is added by cublasLt inside the product, not before it."""
     return bias.dim() == 1 and bias.is_contiguous() and min(*left.shape, *right.shape) > 1
+
+
+@temporaries(*aten_ops("mm.default addmm.default _addmm_activation.default bmm.default baddbmm.default"))
+def _copied_factors(call: BoundArguments, gpu: GPU) -> list[int]:
+    """cuBLAS reads matrices whose rows or columns are dense. Others, such as the expanded gradient of a sum,
+    are copied (native/cuda/Blas.cpp)."""
+    first = 1 if "mat1" in call or "batch1" in call else 0  # after what is added
+    factors: list[torch.Tensor] = list(call.values())[first : first + 2]
+    return [one.numel() * one.element_size() for one in factors if not _has_dense_rows_or_columns(one)]
+
+
+def _has_dense_rows_or_columns(matrices: torch.Tensor) -> bool:
+    (rows, columns), (row, column) = matrices.shape[-2:], matrices.stride()[-2:]
+    dense_rows, dense_columns = column == 1 and row >= columns, row == 1 and column >= rows
+    return dense_rows or dense_columns or matrices.is_contiguous() or matrices.mT.is_contiguous()
 
 
 @cuda_kernel(*_PRODUCTS_IN_WIDER_DTYPE)
