@@ -1,6 +1,7 @@
 """`oomph measure`: predicted beside measured. There is no GPU here: measurements are made up."""
 
 import json
+import pickle
 
 import pytest
 import torch
@@ -71,13 +72,12 @@ def test_a_script_is_measured_in_a_process_of_its_own_and_its_residual_explained
 ):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    start = isolation.run_in_new_interpreter
 
-    def in_fork(function, progress, *given):
+    def in_fork(function, progress, *given):  # a new interpreter takes seconds to import torch
+        function, given = pickle.loads(pickle.dumps((function, given)))
         return isolation.run_isolated(lambda report: function(*given, report), progress)
 
-    others = iter((start,))  # one is enough to see that it can be started
-    monkeypatch.setattr(isolation, "run_in_new_interpreter", lambda *given: next(others, in_fork)(*given))
+    monkeypatch.setattr(isolation, "run_in_new_interpreter", in_fork)
     monkeypatch.setattr(measure, "_this_gpu", lambda: "h200")
     assert run(["measure", str(script), "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["runs"]

@@ -33,20 +33,22 @@ SYSTEMS = {
         dropout=0.0,
     ),
 }
-TWO_RANKS = (
-    *(("longctx", "fsdp2:reshard_after_forward=false"), ("pythia", "ddp"), ("tied", "tp")),
-    *(("hatchling", "fsdp2:cpu_offload=true"), ("hatchling", "tp"), ("nsa", "cp"), ("kda", "cp")),
+FIRST_PAIR = (
+    ("longctx", "fsdp2:reshard_after_forward=false"),
+    ("tied", "tp"),
+    ("hatchling", "tp"),
+    ("pythia", "tp"),
 )
+SECOND_PAIR = (("pythia", "ddp"), ("hatchling", "fsdp2:cpu_offload=true"), ("nsa", "cp"), ("kda", "cp"))
 FOUR_RANKS = (
-    *(("longctx", "fsdp2:cp=2"), ("longctx", "fsdp2:tp=2"), ("longctx", "cp")),
-    *(("hatchling", "ddp:cp=2"), ("pythia", "fsdp2:tp=2")),
+    *(("longctx", "fsdp2:cp=2"), ("longctx", "fsdp2:tp=2"), ("longctx", "cp"), ("hatchling", "ddp:cp=2")),
 )
 
 
 def run_all(rank, port):
     """Two pairs of ranks, then all four: to start a process takes long."""
     pair = rank // 2
-    run(rank % 2, port + 1 + pair, 2, TWO_RANKS[pair::2])
+    run(rank % 2, port + 1 + pair, 2, SECOND_PAIR if pair else FIRST_PAIR)
     run(rank, port, 4, FOUR_RANKS)
 
 
@@ -56,7 +58,7 @@ def run(rank, port, ranks, cases):
     try:
         for system, text in cases:
             compare(system, text, rank, ranks)
-        if ranks == 2:
+        if cases is FIRST_PAIR:
             mixed_precision_keeps_rope_tables_in_float32()
             a_rank_that_cannot_take_its_part_is_refused()
     finally:

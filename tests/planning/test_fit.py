@@ -270,18 +270,15 @@ def test_another_file_is_not_overwritten(tmp_path, capsys):
 
 @pytest.mark.usefixtures("in_process")
 def test_the_largest_batch_that_fits(plan):
-    found = largest_size(STEP, plan, "batch", lambda text, fraction: None)
+    step, plan = replace(STEP, model=lambda: Model([Block(), Block()])), replace(plan, model_id="")
+    found = largest_size(step, plan, "batch", lambda text, fraction: None)
     assert all(each.exact for each in found)
     without, with_plan = (each.size for each in found)
     assert without < 32 <= with_plan
-    fits = [oomph.predict(_sized(rows), gpu="h200", max=plan.limit).fits for rows in (without, without + 1)]
-    assert fits == [True, False]
+    sized = (replace(step, sizes={"B": rows}) for rows in (without, without + 1))
+    assert [oomph.predict(each, gpu="h200", max=plan.limit).fits for each in sized] == [True, False]
     with pytest.raises(oomph.UserError, match="no size of its sequence"):
-        largest_size(STEP, plan, "sequence", lambda text, fraction: None)
-
-
-def _sized(rows):
-    return oomph.Workload(model=Model, batch=batch, loss=loss, sizes={"B": rows})
+        largest_size(step, plan, "sequence", lambda text, fraction: None)
 
 
 @pytest.mark.usefixtures("in_process")
