@@ -200,6 +200,15 @@ while True:
     optimizer.base.step()
     count += 1
 """,
+    "with an optimizer that gives its settings to an inner loop": """
+optimizer, count = torch.optim.SGD(model.parameters()), 0
+while True:
+    inner = torch.optim.SGD(model.parameters())
+    model(torch.randn(8, 256, device="cuda")).sum().backward()
+    assert count < 3
+    optimizer.step()
+    count += 1
+""",
     "that catches everything": """
 optimizer = torch.optim.SGD(model.parameters())
 while True:

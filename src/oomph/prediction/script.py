@@ -140,6 +140,10 @@ def _is_trained(module: torch.nn.Module) -> bool:
     )
 
 
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def no_model_error(script: str) -> str:
     return (
         f"no fix was applied: {script} made no optimizer of torch.optim, and called no nn.Module with "
@@ -197,9 +201,14 @@ class _ScriptSteps:
         self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
         wanted, most = self._script.steps, max(self._counts.values())
         self._most = max(self._most, most)
-        seen = [each.param_groups for each, count in self._counts.items() if count >= wanted]
-        waiting = [  # not for an optimizer that wraps another, such as SAM, which may not step itself
-            each for each in self._counts if not any(each.param_groups is groups for groups in seen)
+        # Not for one that has not stepped while others train its parameters: it wraps another, as SAM does,
+        # or gives its settings to an inner loop, as with `higher`.
+        seen = [each for each, count in self._counts.items() if count >= wanted]
+        trained = {id(parameter) for each in seen for parameter in _parameters(each)}
+        waiting = [
+            each
+            for each, count in self._counts.items()
+            if count < wanted and (count or not all(id(one) in trained for one in _parameters(each)))
         ]
         is_complete = self._counts[optimizer] == most == self._tracer.step
         if is_complete and self._tracer.work.counting:
