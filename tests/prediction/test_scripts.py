@@ -332,6 +332,23 @@ for _ in range(3):
     assert found.peak.allocated > 0
 
 
+def test_a_tokenizer_is_saved_and_loaded(predicted):
+    pytest.importorskip("tokenizers")
+    found = predicted(
+        MODEL
+        + """
+import importlib.util, os
+assert importlib.util.find_spec("tokenizers") is not None  # as transformers asks before it imports it
+from tokenizers import Tokenizer, models
+os.mkdir("saved")
+Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save("saved/tokenizer.json")
+assert Tokenizer.from_file("saved/tokenizer.json").get_vocab_size() == 2
+model(torch.randn(8, 256, device="cuda")).sum().backward()
+"""
+    )
+    assert found.peak.allocated > 0
+
+
 def test_a_parameter_is_made_by_the_class_of_another(predicted):
     """As accelerate and diffusers load weights."""
     found = predicted(

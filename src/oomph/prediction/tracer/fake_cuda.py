@@ -54,17 +54,23 @@ class _ImportHook(MetaPathFinder):
 
     def __init__(self, module: str, imported: Callable[[], None]) -> None:
         self._module, self._imported = module, imported
+        self._asks_others = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != self._module:
+        """Also called by programs that only ask whether the module is installed."""
+        if name != self._module or self._asks_others:
             return None
-        self.remove()
-        spec = importlib.util.find_spec(name)
-        assert spec is not None
-        assert spec.loader is not None
+        self._asks_others = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._asks_others = False
+        if spec is None or spec.loader is None:
+            return None
         execute = spec.loader.exec_module
 
         def execute_and_call(module: Any) -> None:
+            self.remove()
             execute(module)
             self._imported()
 

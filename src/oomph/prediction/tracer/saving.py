@@ -45,6 +45,7 @@ def install_saving(patches: Patches) -> None:
     _load_to_gpu(patches)
     _save_safetensors_without_data(patches)
     _map_written_arrow_files(patches)
+    _save_tokenizers(patches)
 
 
 def _tell_storages_apart(patches: Patches) -> None:
@@ -186,6 +187,26 @@ def _map_written_arrow_files(patches: Patches) -> None:
         patches.set(pyarrow, "memory_map", map_written)
 
     patches.when_imported("pyarrow", imported)
+
+
+def _save_tokenizers(patches: Patches) -> None:
+    """As for safetensors: native code writes and reads tokenizer.json."""
+
+    def imported() -> None:
+        from tokenizers import Tokenizer
+
+        def save(tokenizer: Any, path: Any, pretty: bool = True) -> None:
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(tokenizer.to_str(pretty=pretty))
+
+        def from_file(path: Any) -> Any:
+            with open(path, encoding="utf-8") as file:
+                return Tokenizer.from_str(file.read())
+
+        patches.set(Tokenizer, "save", save)
+        patches.set(Tokenizer, "from_file", staticmethod(from_file))
+
+    patches.when_imported("tokenizers", imported)
 
 
 def _call_write(tensors: Any, filename: Any, metadata: Any = None) -> None:
