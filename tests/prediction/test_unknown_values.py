@@ -213,6 +213,25 @@ def test_rounds_of_a_loop_are_counted_in_each_call_of_its_function():
     assert oomph.predict(program).assumptions == ()
 
 
+@in_process
+def test_a_number_that_a_loop_waits_for_becomes_small():
+    def solve(x):
+        rounds = 0
+        while True:
+            error = (x * 0.99).abs().max().item()
+            rounds += 1
+            assert error > 0  # it divides by it
+            if error < 1e-6:
+                return rounds
+
+    def program():
+        x = torch.randn(64, 64, device="cuda", requires_grad=True)
+        assert 20 < solve(x) == solve(x) < 30
+        x.sum().backward()
+
+    assert any("halves" in note.text for note in oomph.predict(program).notes)
+
+
 def own_loop(iterations, optimizers=1, layers=60):
     """Each optimizer has a share of the layers, and steps once in an iteration."""
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(layers))).cuda()

@@ -1,8 +1,9 @@
 """Loops whose end depends on a guess.
 
 A trace answers `while tensor:` and `if tensor: break` by a guess, which may be the same forever, or end a
-loop at once that takes rounds with real values. Loops that ask too often are left. Where each round keeps
-memory, as with an adaptive ODE solver, and the guess allows only a few, their number is assumed.
+loop at once that takes rounds with real values. Loops that ask too often are left. A number that the program
+reads and compares to end a loop, such as the error of a solver, halves after a few rounds. Where each round
+keeps memory, as with an adaptive ODE solver, and the guess allows only a few, their number is assumed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import contextlib
 import functools
 import linecache
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 from oomph.records import Note, Site
@@ -20,17 +21,19 @@ from oomph.records import Note, Site
 _ROUNDS = {"fewest": 1, "typical": 4, "most": 12}  # of a loop that keeps memory and that a guess ends earlier
 _MOST_ASKED = 100  # times that a loop asks the same before it gets the other answer
 _MOST_ASKED_BY_CALLS = 1000  # by `if condition: return` outside a loop, which every layer of a model may ask
+_MOST_HALVED = 40  # times that a number is halved that a loop waits for
 _MOST_ASKED_ANYWHERE = 10_000  # of a line that does not look like the end of a loop
 
 
 class Answered(NamedTuple):
     """`value` is the guess, or its opposite where the loop is `prolonged`. `cut`: the program gets the other
-    answer, once. `rounds`: how often in a row the line got the value."""
+    answer, once. `rounds`: how often in a row the line got the value. `halved`: it is a part of the guess."""
 
     value: Any
     rounds: int
     prolonged: bool
     cut: bool
+    halved: bool
 
 
 class _Asked(NamedTuple):
@@ -74,7 +77,11 @@ class Loops:
         if repeated > most:
             del self._asked[site.file, site.line]
             self._leave(site, repeated, grew)
-        return Answered(value, repeated, prolonged, cut=repeated > most)
+        halved = min(repeated - _ROUNDS[self._sizes], _MOST_HALVED)
+        halves = end is not None and end.of_number and isinstance(value, float) and halved > 0
+        if halves:
+            value *= 0.5**halved  # not 0: the program may divide by it
+        return Answered(value, repeated, prolonged, repeated > most, halves)
 
     def count(self, site: Site, value: Any) -> int:
         """How often in a row the line got this answer."""
@@ -132,11 +139,13 @@ class _LoopEnd(NamedTuple):
     goes_on: bool | None  # None: either, as in `if not a and b: break`, whose line asks for both
     after_round: bool
     in_loop: bool
+    of_number: bool = False  # not the condition, but a number that it compares: `error = x.max().item()`
 
 
 @functools.lru_cache(maxsize=256)
 def _loop_ends(file: str) -> dict[int, _LoopEnd]:
-    """Line -> `while condition:`, or `if condition:` whose last statement is break or return."""
+    """Line -> `while condition:`, or `if condition:` whose last statement is break or return. Also the lines
+    that assign to a name which such a condition of the loop around them has."""
     found: dict[int, _LoopEnd] = {}
 
     def state(test: ast.expr, goes_on: bool, after_round: bool, in_loop: bool) -> None:
@@ -157,8 +166,23 @@ def _loop_ends(file: str) -> dict[int, _LoopEnd]:
             elif isinstance(child, ast.If) and isinstance(child.body[-1], (ast.Break, ast.Return)):
                 state(child.test, False, True, in_loop)
             loop = isinstance(child, (ast.While, ast.For))
+            if loop:
+                for line in _lines_of_tested(child):
+                    found.setdefault(line, _LoopEnd(None, False, True, of_number=True))
             visit(child, loop or (in_loop and not isinstance(child, (ast.FunctionDef, ast.Lambda))))
 
     with contextlib.suppress(SyntaxError, ValueError):
         visit(ast.parse("".join(linecache.getlines(file))), False)
     return found
+
+
+def _lines_of_tested(loop: ast.AST) -> Iterator[int]:
+    """Of the assignments in a loop to names that the conditions which end it have."""
+    inside = list(ast.walk(loop))
+    ends = [each for each in inside if isinstance(each, ast.If)]
+    tests = [each.test for each in ends if isinstance(each.body[-1], ast.Break | ast.Return)]
+    tests += [loop.test] if isinstance(loop, ast.While) else []
+    tested = {name.id for test in tests for name in ast.walk(test) if isinstance(name, ast.Name)}
+    for each in inside:
+        if isinstance(each, ast.Assign) and any(getattr(one, "id", None) in tested for one in each.targets):
+            yield from range(each.lineno, (each.end_lineno or each.lineno) + 1)

@@ -715,6 +715,8 @@ class ValueEstimates:
         if answered.cut:
             other = not other
         self.sizes_assumed |= self._loops.kept_memory
+        if answered.halved:
+            self._note("a number that a loop waits for, read from the GPU, halves with every further round")
         if isinstance(value, bool):
             answer = value != other
             self._note(f"a condition on values of the GPU is taken as {str(answer).lower()}")
