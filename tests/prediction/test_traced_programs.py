@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from small_programs import MiB, line_of, mean_square, notes_of, predict_step, workload
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -791,5 +791,28 @@ def test_a_model_that_is_called_in_a_loop_is_traced_a_few_times():
             generated = [model(x)[:, :1].clone() for _ in range(100)]
             assert model.calls < 40
         model(torch.cat(generated, 1)[:, :1].expand(-1, 256)).sum().backward()
+
+    oomph.predict(program)
+
+
+def test_results_are_found_once_for_tensors_of_the_same_layouts(monkeypatch):
+    fake, asked = FakeTensorMode.__torch_dispatch__, []
+
+    def counted(mode, func, types, args=(), kwargs=None):
+        asked.append(func)
+        return fake(mode, func, types, args, kwargs)
+
+    monkeypatch.setattr(FakeTensorMode, "__torch_dispatch__", counted)
+
+    def program():
+        x, whole = torch.randn(64, 32, device="cuda"), torch.ones(64, 32, dtype=torch.long, device="cuda")
+        results = [x.cumsum(0) for _ in range(10)] + [x.t().cumsum(0), x.bfloat16().cumsum(0)]
+        assert asked.count(torch.ops.aten.cumsum.default) == 3
+        assert results[-2].shape == (32, 64)
+        assert results[-1].dtype == torch.bfloat16
+        assert (whole + 1).dtype == torch.long  # not that of `whole + 1.0`, although 1 == 1.0
+        assert (whole + 1.0).dtype == torch.float32
+        torch.set_default_dtype(torch.float64)
+        assert (whole + 1.0).dtype == torch.float64
 
     oomph.predict(program)

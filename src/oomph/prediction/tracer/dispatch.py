@@ -615,8 +615,9 @@ class DispatchMode(TorchDispatchMode):
             if is_program_error(error):
                 raise
             # A mistake of the fast path: the general way gives the same result.
+        run = partial(self.tracer.fake_mode.__torch_dispatch__, func, (), args, kwargs)
         try:
-            return self.tracer.fake_mode.__torch_dispatch__(func, (), args, kwargs)
+            return self.fast_path.once(func, args, kwargs, run)
         except DynamicOutputShapeException:
             pass
         except Exception as error:

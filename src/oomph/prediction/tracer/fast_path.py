@@ -2,7 +2,8 @@
 
 FakeTensorMode's general path costs many times what there is to find out. Three kinds of op need less: those
 whose result's shape, strides and dtype follow from their inputs by a short rule; those with a plain meta
-kernel in C++; and those with no result at all. Whatever does not fit the rule exactly goes the general way.
+kernel in C++; and those with no result at all. Whatever does not fit the rule exactly goes the general way,
+once: its results for arguments of the same layouts are made without asking again.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 from oomph.prediction.cuda.kernels import iteration_order
 from oomph.prediction.cuda.rules import aten_ops, program_error
+from oomph.prediction.tracer.work import tensors_in
 from oomph.torch_internals import (
     DisableTorchDispatch,
     FakeTensor,
@@ -23,6 +25,7 @@ from oomph.torch_internals import (
     disable_torch_function,
     make_subclass,
     set_meta_in_tls_dispatch_include,
+    storage_id,
 )
 
 aten = torch.ops.aten
@@ -36,12 +39,12 @@ VIEWS = aten_ops("""
     split.Tensor split_with_sizes.default unbind.int
 """)
 _PLAIN = VIEWS | aten_ops("""
-    sum.default clone.default copy_.default cat.default
+    sum.default clone.default cat.default
     _softmax.default _softmax_backward_data.default _log_softmax.default _log_softmax_backward_data.default
     zero_.default fill_.Scalar baddbmm.default
     eq.Scalar ne.Scalar gt.Scalar lt.Scalar ge.Scalar le.Scalar
-    add_.Tensor sub_.Tensor mul_.Tensor div_.Tensor
 """)
+_IN_PLACE = aten_ops("copy_.default add_.Tensor sub_.Tensor mul_.Tensor div_.Tensor")
 _ELEMENTWISE = aten_ops("""
     add.Tensor sub.Tensor mul.Tensor div.Tensor mul.Scalar div.Scalar add.Scalar pow.Tensor_Scalar
     neg.default rsqrt.default sqrt.default exp.default cos.default sin.default
@@ -66,6 +69,11 @@ _FUSED_OPTIMIZERS = aten_ops("""
 """)
 
 
+_MOST_LAYOUTS = 1 << 14  # calls whose results are remembered
+# Of an op's results: their type, and of each its shape, strides and dtype; None for None.
+_Layouts = tuple[type, list[tuple[torch.Size, tuple[int, ...], torch.dtype] | None]]
+
+
 class FastPath:
     """`run` gives an op's result on fake tensors, or NotImplemented when it has to go the general way."""
 
@@ -73,9 +81,12 @@ class FastPath:
         self._mode = mode
         template = FakeTensor(mode, torch.empty(0, device=_META), _CPU)
         self._attributes = dict(template.__dict__)
+        self._layouts: dict[Any, _Layouts | None] = {}
+        self._by_layout: dict[OpOverload, bool] = {}  # whether nothing else decides about an op's results
         self._rules: dict[OpOverload, Callable[[OpOverload, Sequence[Any], dict[str, Any]], Any]] = {
             **dict.fromkeys(_PLAIN, self._plain),
             **dict.fromkeys(_ELEMENTWISE, self._elementwise),
+            **dict.fromkeys(_IN_PLACE, self._in_place),
             **dict.fromkeys(_PRODUCTS, self._product),
             **dict.fromkeys(_PRODUCTS_INTO, self._product_into),
             **dict.fromkeys(_REDUCTIONS, self._reduction),
@@ -105,9 +116,57 @@ class FastPath:
         with disable_torch_function(), DisableTorchDispatch():
             return self.wrap(torch.empty_strided(shape, stride, dtype=dtype, device=_META))
 
+    def once(
+        self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], compute: Callable[[], Any]
+    ) -> Any:
+        """What `compute` gives; computed once for tensors of the same layouts, where all results are new."""
+        by_layout = self._by_layout.get(func)
+        if by_layout is None:
+            by_layout = not func._schema.is_mutable and not _NOT_BY_LAYOUT.intersection(func.tags)
+            self._by_layout[func] = by_layout
+        if not by_layout:
+            return compute()
+        try:
+            key = func, torch.get_default_dtype(), _described(args), _described(tuple(kwargs.items()))
+            known = self._layouts.get(key)
+        except TypeError:
+            return compute()
+        if known is not None:
+            kind, layouts = known
+            made = [
+                None
+                if layout is None
+                else self.wrap(torch.empty_strided(layout[0], layout[1], dtype=layout[2], device=_META))
+                for layout in layouts
+            ]
+            return made[0] if kind is FakeTensor else kind(made)
+        result = compute()
+        if key not in self._layouts:
+            if len(self._layouts) >= _MOST_LAYOUTS:
+                self._layouts.clear()
+            self._layouts[key] = _layouts_of_new(result, [*tensors_in(args, kwargs)])
+        return result
+
+    def _in_place(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Nothing new where the other tensor fits into the first."""
+        target, other = args[0], args[1]
+        fits = isinstance(target, FakeTensor) and 0 not in target.stride()
+        if isinstance(other, torch.Tensor):
+            alike = other.dtype == target.dtype and other.dtype.is_floating_point
+            fits = fits and (alike or func is aten.copy_.default) and not other.is_meta
+            fits = fits and broadcasts_into(other.shape, target.shape)
+        else:
+            fits = fits and target.dtype.is_floating_point and not isinstance(other, complex)
+        return target if fits else self._plain(func, args, kwargs)
+
     def _plain(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if not _all_fake(args):
             return NotImplemented
+        if func in VIEWS:
+            return self._run_meta_kernel(func, args, kwargs)
+        return self.once(func, args, kwargs, lambda: self._run_meta_kernel(func, args, kwargs))
+
+    def _run_meta_kernel(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         mode = self._mode
         with DisableTorchDispatch(), PreserveDispatchKeyGuard():
             mode.in_kernel_invocation = True
@@ -246,6 +305,47 @@ class FastPath:
         if "norm" in func._opname or "max" in func._opname or not _all_fake([tensors]):
             return NotImplemented
         return [self._like(aten.empty_like.default, (tensor,), {}) for tensor in tensors]
+
+
+_NOT_BY_LAYOUT = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.inplace_view}
+_NUMBERS = (bool, int, float, str, type(None), torch.dtype, torch.layout, torch.device, torch.memory_format)
+
+
+def _described(arg: Any) -> Any:
+    """TypeError where more than the layout of an argument may matter."""
+    if isinstance(arg, torch.Tensor):
+        if arg.dtype.is_complex or arg.layout is not torch.strided:
+            raise TypeError
+        return isinstance(arg, FakeTensor) or arg.device, arg.shape, arg.stride(), arg.dtype
+    if isinstance(arg, (tuple, list)):
+        return tuple(map(_described, arg))
+    if type(arg) not in _NUMBERS:
+        raise TypeError
+    return type(arg), arg
+
+
+def _layouts_of_new(result: Any, given: Sequence[torch.Tensor]) -> _Layouts | None:
+    """None unless the results are dense tensors of their own."""
+    results = [result] if isinstance(result, torch.Tensor) else result
+    if not isinstance(results, (tuple, list)):
+        return None
+    kind = FakeTensor if isinstance(result, torch.Tensor) else list if isinstance(result, list) else tuple
+    layouts: list[Any] = []
+    taken = {storage_id(one.untyped_storage()) for one in given}
+    for one in results:
+        if one is None:
+            layouts.append(None)
+            continue
+        if type(one) is not FakeTensor or not all(type(size) is int for size in (*one.shape, *one.stride())):
+            return None
+        storage = one.untyped_storage()
+        last = sum((size - 1) * step for size, step in zip(one.shape, one.stride(), strict=True))
+        dense = storage.nbytes() == one.element_size() * (last + 1 if one.numel() else 0)
+        if not dense or one.storage_offset() or storage_id(storage) in taken or one.fake_device != _CPU:
+            return None
+        taken.add(storage_id(storage))
+        layouts.append((one.shape, one.stride(), one.dtype))
+    return kind, layouts
 
 
 def _all_fake(args: Sequence[Any]) -> bool:
