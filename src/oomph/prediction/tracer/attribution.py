@@ -189,7 +189,8 @@ class ModuleStack:
 
     def __init__(self, mark: Callable[[str], None]) -> None:
         self._mark = mark
-        self._stack: list[tuple[str, bool]] = []  # path, and whether it is a loss
+        self._stack: list[str] = []  # their paths
+        self._losses = 0  # among them
         self._names: dict[int, str] = {}
         self._blocks: dict[int, list[nn.Module]] = {}  # by id, with those like it in the container
         self._inside_block = False
@@ -201,16 +202,16 @@ class ModuleStack:
 
     @property
     def path(self) -> str:
-        return self._stack[-1][0] if self._stack else ""
+        return self._stack[-1] if self._stack else ""
 
     @property
     def inside_model(self) -> bool:
         """Whether a module other than a loss is running."""
-        return any(not is_loss for _, is_loss in self._stack)
+        return len(self._stack) > self._losses
 
     @property
     def inside_loss(self) -> bool:
-        return any(is_loss for _, is_loss in self._stack)
+        return self._losses > 0
 
     @property
     def evaluating(self) -> bool:
@@ -286,7 +287,9 @@ class ModuleStack:
             outermost = siblings is not None and not self._inside_block
             if siblings is not None:
                 self._mark(f"enter {path}")
-            self._stack.append((path, _is_loss(module)))
+            self._stack.append(path)
+            is_loss = _is_loss(module)
+            self._losses += is_loss
             try:
                 if len(self._stack) == 1:
                     self._last_called, self._last_training = id(module), bool(module.training)
@@ -304,6 +307,7 @@ class ModuleStack:
                 return call(module, *args, **kwargs)
             finally:
                 self._stack.pop()
+                self._losses -= is_loss
                 self._inside_block &= not outermost
                 self.completed += not self._stack
                 if siblings is not None:

@@ -42,6 +42,7 @@ _MOST_ELEMENTS = 1 << 20  # beyond it a value costs more than it is worth
 _MOST_FLOATS = 1 << 17  # elements up to which floats are computed too: masks made of ones, positions
 _SEVERAL = 8  # elements of a row
 _SAMPLE = 1024  # elements that stand for a large random tensor
+_MOST_COMPUTED = 1 << 12  # results of ops on samples that are kept
 
 _FACTORIES = aten_ops("""
     arange.default arange.start arange.start_step zeros.default ones.default full.default eye.default
@@ -215,6 +216,8 @@ class Values:
         self._compared = WeakIdKeyDictionary()  # results of comparisons of two numbers -> op, weak arguments
         self._zeros = WeakIdKeyDictionary()  # large float tensors that were made of zeros
         self._waiting = WeakIdKeyDictionary()  # tensors -> how their values are computed, the stamp then
+        # Ops on samples, by key -> the result, and what the ids in the key are those of.
+        self._computed: dict[Any, tuple[torch.Tensor | None, Any]] = {}
         self._stamp = 0
         self.draws = 0
 
@@ -351,7 +354,9 @@ class Values:
             if not of_whole or (not small and sum(samples[id(each)].dim() for each in of_whole) <= 1):
                 if func in _BOUNDS and inputs[id(given[0])] is _default(given[0].dtype):
                     samples = {id(given[0]): _spread(given[0].dtype, call.args[1])}
-                values = _run_on_samples(call, samples) if pointwise else samples.popitem()[1]
+                made = any(inputs[id(source)].whole for source in sources)  # samples of whole values
+                run = _run_on_samples if made else self._run_on_samples
+                values = run(call, samples) if pointwise else samples.popitem()[1]
                 if values is not None:
                     return self._store_written(call, results, values, known)
         elif first is not None and not inputs[id(first)].whole and func in _REDUCTIONS:
@@ -435,9 +440,28 @@ class Values:
         """Store a sample. What was written in place is no longer what other views of the storage have."""
         self.invalidate(call)
         for one in results:
-            values = values.to(one.dtype)
-            if known or not values.dtype.is_floating_point or bool(values.isfinite().all()):
+            values = values if values.dtype == one.dtype else values.to(one.dtype)
+            if known or _is_finite(values):
                 self.set(one, values, whole=False, known=known)
+
+    def _run_on_samples(self, call: OpCall, samples: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
+        """None where the samples do not fit together. The same ops on unknown numbers come again and again:
+        each is computed once."""
+        func, args, kwargs = call
+        parts = (
+            id(samples[id(arg)]) if isinstance(arg, torch.Tensor) else (type(arg), arg)
+            for arg in (*args, *kwargs.values())
+        )
+        key = id(func), tuple(kwargs), *parts
+        try:
+            found = self._computed.get(key)
+        except TypeError:  # a list among the arguments
+            return _run_on_samples(call, samples)
+        if found is None:
+            if len(self._computed) >= _MOST_COMPUTED:
+                self._computed.clear()
+            found = self._computed[key] = _run_on_samples(call, samples), (func, samples)
+        return found[0]
 
     def _store_computed(self, call: OpCall, results: Sequence[torch.Tensor], known: bool) -> bool:
         """Run the op on the host; whether that worked. Values that it writes into change in all views."""
@@ -609,7 +633,9 @@ def _asks_whether_finite(func: OpOverload, args: Sequence[Any]) -> bool:
 
 
 def _is_finite(values: torch.Tensor) -> bool:
-    return not values.dtype.is_floating_point or bool(values.isfinite().all())
+    if not values.dtype.is_floating_point:
+        return True
+    return bool(values.isfinite().all()) if values.dim() else math.isfinite(values.item())
 
 
 @functools.cache
@@ -617,6 +643,7 @@ def _default(dtype: torch.dtype) -> Representative:
     return Representative(torch.ones((), dtype=dtype), whole=False, known=False)
 
 
+@functools.lru_cache(maxsize=256)
 def _spread(dtype: torch.dtype, bound: float) -> torch.Tensor:
     """Unknown numbers that are compared with a bound beyond one: as those of a normal distribution."""
     if not dtype.is_floating_point or abs(bound) <= 1:
