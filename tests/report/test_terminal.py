@@ -69,6 +69,10 @@ BY_SIZE = {"gpu": "24GiB", "gpu_title": "24 GiB"}
         ),
         (_on_a_card(24 * GiB, 25 * GiB, "fits"), ["fits, but only by releasing cached memory", "25.5 GiB"]),
         (
+            _on_a_card(24 * GiB, 23 * GiB, "fits", without_search=_peak(5 * GiB)),
+            ["fits with 18.5 GiB to spare: needs 5.50 GiB; the RTX 3090 has 24.0 GiB"],
+        ),
+        (
             _on_a_card(24 * GiB, 23 * GiB, "does not fit"),
             ["needs 23.5 GiB", "24.0 GiB, but its free blocks are too small"],
         ),

@@ -95,6 +95,7 @@ def _run(title: str, prediction: Prediction) -> dict[str, Any]:
         "capacity": prediction.capacity,
         "limit": prediction.limit,
         "peak": {"allocated": peak.allocated, "reserved": peak.reserved, "device": peak.device},
+        "needed": prediction.needed.device,
         "margin": prediction.margin,
         "nccl": prediction.nccl,
         "stepSeconds": prediction.step_seconds,

@@ -107,9 +107,9 @@ function verdictSection() {
   if (data.plan && !data.runs.length) return null;
   const run = data.runs[data.runs.length - 1];
   const tone = ["does not fit", "ran out of memory"].includes(run.outcome) ? "bad" : run.outcome === "fits" ? "good" : run.outcome === "needs" || run.outcome === "peaked at" ? "" : "warn";
-  const heading = tone ? run.outcome + (data.plan && data.runs.length > 1 ? " with the plan" : "") : `${run.outcome} ${size(run.outcome === "needs" ? run.peak.device : run.peak.allocated)}`;
+  const heading = tone ? run.outcome + (data.plan && data.runs.length > 1 ? " with the plan" : "") : `${run.outcome} ${size(run.outcome === "needs" ? run.needed : run.peak.allocated)}`;
   const figures = [
-    run.peak.device > run.peak.reserved ? [size(run.peak.device), releases(run) ? "without releasing cached memory" : "needed, with CUDA context"] : null,
+    run.peak.device > run.peak.reserved ? [size(run.needed), releases(run) ? "without releasing cached memory" : "needed, with CUDA context"] : null,
     run.capacity ? [size(run.capacity), run.gpu + " has"] : run.limit ? [size(run.limit), "limit of the allocator"] : null,
     [size(run.peak.allocated), "allocated by tensors"],
     [size(run.peak.reserved), releases(run) ? "reserved if nothing is released" : "reserved by the allocator"],
