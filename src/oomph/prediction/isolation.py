@@ -635,10 +635,14 @@ _QUERIES = (  # what programs ask before they train; with these words, none of t
     *(("nvidia-smi",), ("uname",), ("hostname",), ("lscpu",), ("ldconfig", "-p"), ("/sbin/ldconfig", "-p")),
     ("stty", "size"),
 )
+# Asked by LightningCLI, of stubs for the types of arguments.
+_PATH_QUERY = f"{sys.executable} -c import sys, json; print(json.dumps(sys.path))"
 _NVIDIA_SMI_QUERIES = ("-L", "-q", "--query", "--format", "-i", "--id")
 
 
 def _is_query(command: str) -> bool:
+    if command == _PATH_QUERY:
+        return True
     words = tuple(command.split())
     known = next((each for each in _QUERIES if words[: len(each)] == each), None)
     if known is None or not command.isprintable() or set(command) & set(";|&<>`$"):
