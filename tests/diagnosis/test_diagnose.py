@@ -27,6 +27,7 @@ PLANTED = {
     for name, pattern, lines in planted(module.__name__.rpartition(".")[2])
 }
 MiB = 2**20
+in_process = pytest.mark.usefixtures("in_process")
 
 
 @pytest.mark.parametrize(
@@ -40,6 +41,7 @@ MiB = 2**20
         "gradients_cloned",
     ],
 )
+@in_process
 def test_planted_cause_is_first(name):
     program, pattern, lines = PLANTED[name]
     diagnosis = oomph.diagnose(program)
@@ -146,6 +148,7 @@ optimizer.step()
     assert "which fixes apply to the model is not known" in capsys.readouterr().out.replace("\n", " ")
 
 
+@in_process
 def test_softmax_over_classes_of_pixels_is_no_attention():
     workload = oomph.Workload(
         model=lambda: nn.Conv2d(3, 21, 1),
@@ -184,6 +187,7 @@ def test_scaled_sizes_shorten_sequences():
     assert scaled_sizes({"B": 1, "T": 7}) == {"B": 3, "T": 14}
 
 
+@in_process
 def test_scaled_prediction_that_fails_leaves_a_note():
     def batch(device, B, T):
         if T < 2048:
@@ -225,6 +229,7 @@ def _prediction(*tensors, reserved=0, **changes):
     )
 
 
+@in_process
 def test_pictures_of_two_sizes_are_two_terms():
     layers = (nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3, padding=1))
     workload = oomph.Workload(
@@ -240,6 +245,7 @@ def test_pictures_of_two_sizes_are_two_terms():
     assert "N=64" in found.formula
 
 
+@in_process
 def test_fragmentation_is_a_share_of_what_is_reserved():
     prediction = oomph.predict(WORKLOAD)
     peak = replace(prediction.peak, reserved=3 * prediction.peak.allocated)
@@ -247,6 +253,7 @@ def test_fragmentation_is_a_share_of_what_is_reserved():
     assert "67 %  fragmentation" in shown or "(67 % of the" in shown
 
 
+@in_process
 def test_a_peak_in_evaluation_is_named_and_has_the_sizes_of_its_batch():
     def training():
         model = nn.Sequential(nn.Embedding(3000, 64), nn.Linear(64, 3000)).cuda()
@@ -274,6 +281,7 @@ def test_a_peak_in_evaluation_is_named_and_has_the_sizes_of_its_batch():
     assert "(B=48, T=64, V=3000)" in logits.formula
 
 
+@in_process
 def test_weights_that_autocast_keeps_cast_are_no_second_copy_of_them():
     def training():
         generator, critic = (nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)).cuda() for _ in "gc")
@@ -293,6 +301,7 @@ def test_weights_that_autocast_keeps_cast_are_no_second_copy_of_them():
     assert found["casts of the weights"] >= 4 * 1024 * 1024 * 2
 
 
+@in_process
 def test_long_paths_lose_their_first_folders_before_their_names_are_broken():
     site = Site("/x/site-packages/transformers/models/gpt2/modeling_gpt2.py", 619, "forward")
     found = oomph.diagnose(oomph.predict(WORKLOAD))

@@ -16,6 +16,7 @@ from oomph.workload import Workload
 
 FILES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 BY_NAME = {file.stem: file for file in FILES}
+pytestmark = pytest.mark.usefixtures("in_process")
 
 
 def loaded(name, *overrides):
