@@ -3,8 +3,10 @@
 `oomph.predict` traces in a child process, other functions in their own.
 """
 
+import importlib.util
 import random
 import resource
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,6 +21,7 @@ from torch.optim import optimizer as optim
 import oomph
 from oomph import ProgramError, gpus
 from oomph.prediction.api import call_on_fake_gpu, trace
+from oomph.prediction.tracer.fake_cuda import Patches
 
 
 def torch_state():
@@ -261,3 +264,21 @@ def test_threads_of_the_program_use_the_fake_gpu():
         torch.ones(4).to("cuda")
 
     assert oomph.predict(program).peak.allocated == 4 * (3 << 20) + 512
+
+
+def test_a_watched_library_may_be_missing_and_may_be_looked_up_before_its_import(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    imported = []
+    with Patches() as patches:
+        patches.when_imported("watched_library", lambda: imported.append("watched_library" in sys.modules))
+        with pytest.raises(ModuleNotFoundError, match="watched_library"):
+            importlib.import_module("watched_library")
+        (tmp_path / "watched_library.py").touch()
+        importlib.invalidate_caches()
+        assert importlib.util.find_spec("watched_library") is not None
+        assert imported == []
+        importlib.import_module("watched_library")
+    assert imported == [True]
+    monkeypatch.delitem(sys.modules, "watched_library")
+    importlib.import_module("watched_library")
+    assert imported == [True]  # no longer watched
