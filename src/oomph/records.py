@@ -285,7 +285,7 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """The peak where ops whose size depends on values select the fewest and the most elements, or of a
+    """What is needed where ops whose size depends on values select the fewest and the most elements, or of a
     compiled program that is traced as eager: from what it may need at least."""
 
     low: Peak
@@ -318,7 +318,7 @@ class Prediction:
     assumptions: tuple[Note, ...] = ()  # guesses that change what was traced: a loop cut, no backward pass
     interval: Interval | None = None  # None: nothing that decides the peak is unknown
     fixes: tuple[str, ...] | None = None  # that apply to the model of a script, where they were asked for
-    without_search: Peak | None = None  # where torch.backends.cudnn.benchmark takes free memory for a moment
+    without_search: Peak | None = None  # where it is not the peak: see `needed`
     margin: int = 0  # bytes by which the needed memory may be off, either way
     batch: tuple[BatchTensor, ...] = ()  # distinct ones, in the order of the program; () where unknown
     sizes: tuple[tuple[str, int], ...] = ()  # of the Workload
@@ -475,7 +475,6 @@ class PredictedFixes:
     slowdown: float  # a step's time over that without fixes, by a roofline
     host_bytes: int = 0  # pinned host memory that it needs
     estimated: bool = False  # from predictions of each fix by itself, not of all together
-    without_search: Peak | None = None  # where torch.backends.cudnn.benchmark takes free memory for a moment
     margin: int = 0  # bytes by which the peak may be off; `fits` allows for them
 
 

@@ -11,6 +11,8 @@ from torch.nn.utils.rnn import pad_packed_sequence
 
 import oomph
 from oomph import gpus
+from oomph.integrations.pytest_plugin import PredictedPeak
+from oomph.parallel import Parallel
 from oomph.prediction.api import trace
 from oomph.prediction.cuda.dispatch_keys import cuda_composites
 from oomph.prediction.cuda.rules import NEXT_RESULT, RuleContext, RuleGuard, Search, temporaries_of
@@ -180,6 +182,11 @@ def test_half_precision_dilation_and_groups_are_searched_without_fourier_transfo
     assert max(search.workspaces) < 2 * 100 * (128 + 64) * 32 * 32 * 4
 
 
+def test_without_cudnn_there_is_no_search(benchmark, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
+    assert not any(isinstance(size, Search) for size in convolution((8, 3, 32, 32), (64, 3, 3, 3)))
+
+
 def searching_step():
     torch.backends.cudnn.benchmark = True
     layers = nn.Sequential(*(nn.Conv2d(64, 64, 3, padding=1) for _ in range(6))).cuda()
@@ -199,10 +206,44 @@ def test_the_peak_contains_the_search_and_the_verdict_does_not():
     assert limited.verdict == "fits"
 
 
+def test_the_cache_is_emptied_after_a_search_even_if_it_is_left_out():
+    def step():
+        torch.backends.cudnn.benchmark = True
+        net = nn.Sequential(
+            nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 128, 3, padding=1)
+        ).cuda()
+        net(torch.empty(64, 3, 64, 64, device="cuda")).square().sum().backward()
+
+    found, plain = oomph.predict(step, gpu="h200"), oomph.predict(step, gpu="h200", search=False)
+    assert plain.without_search is None
+    assert found.needed.reserved == plain.peak.reserved
+    assert not any("cudnn.benchmark" in note.text for note in plain.notes)
+
+
 def test_a_search_takes_only_what_is_free():
     limit = oomph.predict(searching_step, gpu="h200", search=False).peak.reserved + 64 * MiB
     found = oomph.predict(searching_step, gpu="h200", max=limit)
     assert found.needed.allocated < found.peak.allocated <= limit
+
+
+def test_ranks_sizes_that_depend_on_values_and_tests_of_memory_count_what_is_needed():
+    def loss(model, batch):
+        torch.backends.cudnn.benchmark = True
+        out = model(batch)
+        return out[out > 0].sum()
+
+    workload = oomph.Workload(
+        model=lambda: nn.Conv2d(64, 64, 3, padding=1),
+        batch=lambda device: torch.randn(8, 64, 32, 32, device=device),
+        loss=loss,
+        parallel=Parallel(2),
+    )
+    found = oomph.predict(workload, gpu="h200")
+    assert found.needed.reserved < found.peak.reserved
+    assert found.needed.device - found.needed.reserved == found.peak.device - found.peak.reserved
+    assert found.interval.low.reserved <= found.needed.reserved <= found.interval.high.reserved
+    assert found.interval.high.reserved < found.peak.reserved
+    assert PredictedPeak(found) == found.needed.device
 
 
 @pytest.mark.parametrize(

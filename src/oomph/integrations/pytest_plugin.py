@@ -49,7 +49,7 @@ class PredictedPeak:
     @property
     def bytes(self) -> int:
         """With the CUDA context; of a prediction without a GPU, what the allocator reserves."""
-        peak = self.prediction.peak
+        peak = self.prediction.needed
         return peak.reserved if self.prediction.gpu is None else peak.device
 
     def __eq__(self, other: object) -> bool:

@@ -134,7 +134,7 @@ def predict(
                 sizes=sizes,
                 finish=lambda tracer: finish(prediction(tracer)),
                 steps=steps,
-                search_limit=(limit or card.memory - card.context) if search else None,
+                search_limit=(limit or card.memory - card.context) if search else 0,
             )
         )
 
@@ -183,12 +183,12 @@ def predict_isolated(
             return prediction
 
     high, low = other("most"), other("fewest")
-    if high.peak.allocated > _MOST * prediction.peak.allocated:
+    if high.needed.allocated > _MOST * prediction.needed.allocated:
         high = other("most", _MOST_OF_EACH)
     verdict = prediction.verdict
     if verdict == "fits" and high.verdict != "fits":
         verdict = "too close to call"
-    peaks = [each.peak for each in (prediction, low, high)]
+    peaks = [each.needed for each in (prediction, low, high)]
     low_peak, high_peak = (
         replace(
             choose(peaks, key=lambda peak: peak.allocated),
@@ -221,9 +221,10 @@ def _of_ranks(found: Prediction, ranks: int, nccl: int) -> Prediction:
         f"nominal links and {gpus.NODE} GPUs in a node",
     ]
     peak = replace(found.peak, device=found.peak.device + nccl)
+    needed = found.without_search and replace(found.needed, device=found.needed.device + nccl)
     steps = tuple(replace(step, device=step.device + nccl) for step in found.steps)
     noted = (*map(Note, notes), *found.notes)
-    return replace(found, ranks=ranks, nccl=nccl, peak=peak, steps=steps, notes=noted)
+    return replace(found, ranks=ranks, nccl=nccl, peak=peak, without_search=needed, steps=steps, notes=noted)
 
 
 def run_silently(function: Callable[[Progress], T], progress: Progress) -> T:
@@ -258,7 +259,7 @@ def _prediction(
     allocations = tuple(pending.finish() for pending in tracer.recorder.allocations)
     settings, settings_notes = _allocator_settings(tracer)
     shown = replay(events, allocations, settings=settings)
-    searches = any(one.op == CUDNN_SEARCH for one in allocations)
+    searches = any(one.op == CUDNN_SEARCH and one.bytes for one in allocations)
     # What decides: the search takes what is free, and does without where nothing is.
     replay_needed = functools.partial(replay, events, allocations, settings=settings, search=False)
     unlimited = replay_needed() if searches else shown
@@ -282,7 +283,7 @@ def _prediction(
         step_seconds = None if step_seconds is None else step_seconds + release_seconds
     whole_steps = unlimited.steps[:-1] if tracer.stopped_within_step else unlimited.steps
     growth = _growth(whole_steps, unlimited, events, allocations)
-    peak = _peak(shown, events, allocations, card)
+    peak, needed = (_peak(replayed, events, allocations, card) for replayed in (shown, unlimited))
     found = Prediction(
         gpu=card.name if named else None,
         gpu_title=card.title,
@@ -294,7 +295,7 @@ def _prediction(
         steps=tuple(replace(step, device=step.reserved + card.context) for step in shown.steps),
         at_peak=shown.at_peak,
         timeline=shown.timeline,
-        without_search=_peak(unlimited, events, allocations, card) if searches else None,
+        without_search=needed if needed != peak else None,
         events=events,
         allocations=allocations,
         notes=(
@@ -315,7 +316,7 @@ def _prediction(
         embeddings=tuple(EmbeddingUse(*key, used) for key, used in tracer.embeddings.items()),
         holders=tracer.holders.found(),
         assumptions=tuple(_assumptions(tracer)),
-        interval=Interval(peak, peak) if sizes_assumed else _interval(tracer, peak, shown.at_peak),
+        interval=Interval(needed, needed) if sizes_assumed else _interval(tracer, needed, unlimited.at_peak),
     )
     return _of_ranks(found, tracer.ranks, _nccl(target)) if tracer.ranks > 1 else found
 
@@ -403,12 +404,12 @@ def trace(
     finish: Callable[[Tracer], NoReturn] | None = None,
     sizes: Sizes | None = None,
     steps: int = program.STEPS,
-    search_limit: int | None = None,
+    search_limit: int = 0,
 ) -> Tracer:
     """Run the target on the fake GPU; its own failures come out as ProgramError.
 
     `finish` ends the process of a Script whose steps repeat, or of a function that trains without end.
-    `search_limit`: what torch.backends.cudnn.benchmark may fill; None leaves it out.
+    `search_limit`: bytes that torch.backends.cudnn.benchmark may fill.
     """
 
     def run(tracer: Tracer) -> Tracer:
@@ -596,7 +597,7 @@ def _notes_on_prediction(
         )
     if any(one.kind == "workspace" and one.op.startswith("aten.convolution") for one in allocations):
         yield Note("convolution workspaces are estimated: which algorithm cuDNN takes cannot be known")
-    if any(one.op == CUDNN_SEARCH for one in allocations):
+    if any(one.op == CUDNN_SEARCH and one.bytes for one in allocations):
         yield Note(
             "torch.backends.cudnn.benchmark: at the first call of a convolution, cuDNN tries algorithms in "
             "memory that is free; the peak contains it, the verdict does not"

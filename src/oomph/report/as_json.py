@@ -101,7 +101,7 @@ def prediction_from_json(found: Any) -> Prediction:
         seconds=float(found["seconds"]),
         step_seconds=found["step_seconds"],
         margin=int(found["margin"]),
-        without_search=None if needed["allocated"] == peak["allocated"] else Peak(**needed),
+        without_search=None if needed.items() <= peak.items() else Peak(**needed),
     )
 
 

@@ -288,7 +288,8 @@ def _search(found: _Convolution, kind: Pass, gpu: GPU) -> Iterator[Search]:
     """The workspaces of the algorithms that torch.backends.cudnn.benchmark tries. Which of them cuDNN offers
     for a convolution is not known: in float32, Fourier transforms are in 72 % (weight gradients) to 91 %
     (data gradients) of its lists of those that `_is_transformed` names."""
-    if not torch.backends.cudnn.benchmark or found.depthwise or not found.input.bytes * found.output.bytes:
+    searches = torch.backends.cudnn.enabled and torch.backends.cudnn.benchmark and not found.depthwise
+    if not searches or not found.input.bytes * found.output.bytes:
         return
     copies = _copies(found)
     tried = {_workspace(found, kind, gpu), copies}

@@ -429,7 +429,7 @@ class Tracer:
         self.embeddings: dict[tuple[str, int], int] = {}  # module, rows -> rows that indices reach
         self.holders = HolderSearch(self)
         self.sizes: Mapping[str, int] = {}  # of the Workload
-        self.search_limit: int | None = None  # bytes that cuDNN's search may fill; None: it is left out
+        self.search_limit = 0  # bytes that cuDNN's search may fill
         self._searched: set[Hashable] = set()  # convolutions
 
     # -- placement ------------------------------------------------------------------------------------
@@ -710,13 +710,12 @@ class Tracer:
 
     def record_search(self, search: Search) -> None:
         """Record the workspace of the first call of a convolution, in which cuDNN tries its algorithms."""
-        if self.search_limit is None or search.convolution in self._searched:
+        if search.convolution in self._searched:
             return
         self._searched.add(search.convolution)
         free = self.search_limit - self.recorder.live_bytes
         size = max((size for size in search.workspaces if size <= free), default=0)
-        if size:
-            self.recorder.record_free(self.record_workspace(size, CUDNN_SEARCH))
+        self.recorder.record_free(self.record_workspace(size, CUDNN_SEARCH))
 
     def count_kernel(self, *tensors: torch.Tensor | None, flops: float = 0.0, kind: str = "kernel") -> None:
         """Count a CUDA kernel that no traced op stands for, with the tensors it reads and writes."""
