@@ -14,16 +14,7 @@ import typer
 from rich.console import Console
 
 from oomph import gpus, units
-from oomph.cli.common import (
-    Allow,
-    Gpu,
-    Json,
-    Max,
-    Steps,
-    progress_display,
-    stdout_to_stderr,
-    write_stdout,
-)
+from oomph.cli.common import Allow, Gpu, Json, Max, Steps, progress_display, stdout_to_stderr, write_stdout
 from oomph.cli.targets import (
     TargetOptions,
     allocator_limit,

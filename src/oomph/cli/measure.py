@@ -204,10 +204,7 @@ def _kind(row: OpRow) -> _Kind:
 
 
 def predicted_rows(
-    target: Any,
-    gpu: str,
-    measured: Sequence[OpRow],
-    progress: Progress = lambda text, fraction: None,
+    target: Any, gpu: str, measured: Sequence[OpRow], progress: Progress = lambda text, fraction: None
 ) -> list[OpRow]:
     """The predicted op log of the steps that `measured` has, in the same format."""
     from oomph.measurement.oplog import describe

@@ -17,12 +17,7 @@ if TYPE_CHECKING:
         propose as propose,
         undo as undo,
     )
-    from oomph.fixes.registry import (
-        Fix as Fix,
-        all_fixes as all_fixes,
-        find as find,
-        uses_of as uses_of,
-    )
+    from oomph.fixes.registry import Fix as Fix, all_fixes as all_fixes, find as find, uses_of as uses_of
     from oomph.fixes.verification import verify as verify
     from oomph.records import Verification as Verification
 

@@ -12,19 +12,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from oomph.fixes.activation_offloading import (
-    BlockActivations,
-    OffloadedTensor,
-    ResidentTensor,
-    current_block,
-)
+from oomph.fixes.activation_offloading import BlockActivations, OffloadedTensor, ResidentTensor, current_block
 from oomph.fixes.journal import Journal, module_of
-from oomph.fixes.modules import (
-    chosen_blocks,
-    disable_kv_cache,
-    own_checkpointing,
-    refuse_own_checkpointing,
-)
+from oomph.fixes.modules import chosen_blocks, disable_kv_cache, own_checkpointing, refuse_own_checkpointing
 from oomph.fixes.registry import Fix, FixContext, Target, check_choice
 from oomph.nn.blocks import blocks as blocks_of
 from oomph.torch_internals import TorchDispatchMode, tree_map

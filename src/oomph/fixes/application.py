@@ -13,16 +13,7 @@ from oomph import gpus
 from oomph.errors import OomphError, UserError
 from oomph.fixes.journal import Journal, WrappedForward
 from oomph.fixes.modules import check_can_be_changed, check_model_id
-from oomph.fixes.registry import (
-    FixContext,
-    Fixes,
-    all_fixes,
-    conflict,
-    find,
-    position,
-    same_use,
-    uses_of,
-)
+from oomph.fixes.registry import FixContext, Fixes, all_fixes, conflict, find, position, same_use, uses_of
 from oomph.prediction import predict
 from oomph.prediction.isolation import run_isolated, show_progress
 from oomph.records import Change, FixKind, FixUse, Prediction, Progress, Proposal

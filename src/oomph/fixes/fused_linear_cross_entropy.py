@@ -26,11 +26,7 @@ from oomph.ops import common
 from oomph.ops.common import autocast_enabled, can_accumulate_into_grad, matmul_dtype
 from oomph.ops.cross_entropy import linear_cross_entropy
 from oomph.ops.cross_entropy.api import PLAIN_LOGITS_BYTES, REDUCTIONS
-from oomph.torch_internals import (
-    disable_dispatch_modes,
-    disable_torch_function,
-    parse_to,
-)
+from oomph.torch_internals import disable_dispatch_modes, disable_torch_function, parse_to
 
 _LOG_SOFTMAX = "aten._log_softmax"
 

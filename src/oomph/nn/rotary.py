@@ -21,12 +21,7 @@ class RotaryEmbedding(nn.Module):
     """
 
     def __init__(
-        self,
-        dim: int,
-        theta: float = 10000.0,
-        *,
-        fraction: float = 1.0,
-        heads_first: bool = True,
+        self, dim: int, theta: float = 10000.0, *, fraction: float = 1.0, heads_first: bool = True
     ) -> None:
         super().__init__()
         check_whole(2, dim=dim)
@@ -49,11 +44,7 @@ class RotaryEmbedding(nn.Module):
     def rotate_first(self, x: Tensor, heads: int, table: RotaryTable) -> Tensor:
         """The first `heads` heads of x rotated and the others copied: queries, keys and values in one."""
         rotated: Tensor = rotary(
-            x,
-            table=table,
-            fraction=self.fraction,
-            heads_first=self.heads_first,
-            turned_heads=heads,
+            x, table=table, fraction=self.fraction, heads_first=self.heads_first, turned_heads=heads
         )
         return rotated
 

@@ -104,10 +104,7 @@ class NativeSparseAttention(nn.Module):
     ) -> None:
         super().__init__()
         check_whole(
-            hidden_size=hidden_size,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
+            hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim
         )
         common.check_one_of("compression", compression, ("mlp", "mean"))
         if num_heads % num_kv_heads:

@@ -20,11 +20,7 @@ _SLICE_BYTES = 32 * MiB
 
 @no_compile
 def tokenwise_checkpoint(
-    function: Callable[..., Tensor],
-    tokens: Sequence[Tensor],
-    shared: Sequence[Tensor] = (),
-    *,
-    halo: int = 0,
+    function: Callable[..., Tensor], tokens: Sequence[Tensor], shared: Sequence[Tensor] = (), *, halo: int = 0
 ) -> Tensor:
     """function(*tokens, *shared) [B, T, ...], where row t of the result depends on row t of `tokens` only.
 

@@ -28,22 +28,8 @@ from oomph import gpus
 from oomph.errors import OomphError, UserError
 from oomph.fixes.registry import conflict, find, position
 from oomph.gpus import GPU
-from oomph.planning.programs import (
-    Fixes,
-    FunctionProgram,
-    Program,
-    Proposals,
-    ScriptProgram,
-    WorkloadProgram,
-)
-from oomph.planning.reduced import (
-    UNKNOWN_SECONDS,
-    Costs,
-    Reduction,
-    costs,
-    joint_costs,
-    step_seconds,
-)
+from oomph.planning.programs import Fixes, FunctionProgram, Program, Proposals, ScriptProgram, WorkloadProgram
+from oomph.planning.reduced import UNKNOWN_SECONDS, Costs, Reduction, costs, joint_costs, step_seconds
 from oomph.prediction import Script, call_on_fake_gpu
 from oomph.prediction.isolation import (
     autograd_breaks_in_forks,

@@ -20,12 +20,7 @@ def prediction_to_json(prediction: Prediction) -> dict[str, Any]:
         "gpu": prediction.gpu,
         "capacity": prediction.capacity,
         "limit": prediction.limit,
-        "peak": {
-            **sizes_to_json(peak),
-            "step": peak.step,
-            "stage": peak.stage,
-            **_site(peak.site),
-        },
+        "peak": {**sizes_to_json(peak), "step": peak.step, "stage": peak.stage, **_site(peak.site)},
         "needed": sizes_to_json(prediction.needed),
         "fits": prediction.fits,
         "verdict": prediction.verdict,

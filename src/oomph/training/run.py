@@ -68,12 +68,7 @@ def train(
 
 
 def _train(
-    config: TrainConfig,
-    folder: Path,
-    resume: bool,
-    callbacks: Callbacks,
-    export_to: str | None,
-    ranks: Ranks,
+    config: TrainConfig, folder: Path, resume: bool, callbacks: Callbacks, export_to: str | None, ranks: Ranks
 ) -> Outcome:
     training, device = config.training, device_of(config)
     _seed(training.seed)

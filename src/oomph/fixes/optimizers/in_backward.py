@@ -12,12 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from oomph.errors import UserError
-from oomph.fixes.optimizers.conversion import (
-    OptimizerFix,
-    move_hooks,
-    parameters_of,
-    why_not_independent,
-)
+from oomph.fixes.optimizers.conversion import OptimizerFix, move_hooks, parameters_of, why_not_independent
 from oomph.fixes.registry import FixContext, Target, check_flag
 from oomph.workload import Workload
 

@@ -1,11 +1,6 @@
 """A linear layer whose weight changes per token by a low-rank delta, without the deltas."""
 
-from oomph.ops.modulation.api import (
-    TokenIndex,
-    compute_weight_delta,
-    modulated_linear,
-    weight_delta_norm,
-)
+from oomph.ops.modulation.api import TokenIndex, compute_weight_delta, modulated_linear, weight_delta_norm
 from oomph.ops.modulation.weights import Int8Weight, quantize_int8
 
 __all__ = [

@@ -258,12 +258,7 @@ def _sizes(x: Tensor, heads_first: bool) -> tuple[int, int, int]:
 
 
 def _make_or_check_table(
-    q: Tensor,
-    heads_first: bool,
-    positions: Tensor | None,
-    table: RotaryTable | None,
-    theta: float,
-    dim: int,
+    q: Tensor, heads_first: bool, positions: Tensor | None, table: RotaryTable | None, theta: float, dim: int
 ) -> RotaryTable:
     """The table as [T, P] or [B or 1, T, P]: the one given, or one for the positions."""
     batch, tokens, _ = _sizes(q, heads_first)

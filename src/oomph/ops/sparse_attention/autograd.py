@@ -24,13 +24,7 @@ from oomph.ops.common import (
 )
 from oomph.ops.sparse_attention import selection
 from oomph.ops.sparse_attention.arguments import NSAConfig
-from oomph.ops.sparse_attention.selection import (
-    LOG2_E,
-    MIN_TILE,
-    SHARED_MEMORY,
-    RowValues,
-    SelectedAttention,
-)
+from oomph.ops.sparse_attention.selection import LOG2_E, MIN_TILE, SHARED_MEMORY, RowValues, SelectedAttention
 
 _KERNELS = Kernels("oomph.ops.sparse_attention.kernels")
 _MAX_HEAD_DIM = 256

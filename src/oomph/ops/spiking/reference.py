@@ -20,11 +20,7 @@ from torch import Tensor
 
 
 def lif_gate_reference(
-    drive: Tensor,
-    decay: float,
-    threshold: float,
-    surrogate_beta: float,
-    initial: Tensor | None,
+    drive: Tensor, decay: float, threshold: float, surrogate_beta: float, initial: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """drive [B, T, ...] -> spikes [B, T, ...] in its dtype, final membrane [B, ...] in float32 or wider."""
     wide = torch.promote_types(drive.dtype, torch.float32)

@@ -11,14 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oomph.nn import GatedMLP, KimiDeltaAttention, SpikingKDABlock
-from oomph.systems.blocks import (
-    MLP,
-    Block,
-    CausalAttention,
-    CausalDecoder,
-    LanguageModelOutput,
-    Residual,
-)
+from oomph.systems.blocks import MLP, Block, CausalAttention, CausalDecoder, LanguageModelOutput, Residual
 
 if TYPE_CHECKING:
     from oomph.systems.hatchling.config import HatchlingConfig

@@ -90,14 +90,8 @@ class NPTConfig:
 PRESETS: Mapping[str, NPTConfig] = {
     "default": NPTConfig(),
     "optimized": NPTConfig(
-        convert_layers=4,
-        rank=8,
-        optimization=NPTOptimization(use_cpu_offload=True, mixed_precision="fp16"),
+        convert_layers=4, rank=8, optimization=NPTOptimization(use_cpu_offload=True, mixed_precision="fp16")
     ),
     "small": NPTConfig(model_name="gpt2", rank=8, optimization=NPTOptimization(mixed_precision="no")),
-    "tiny": NPTConfig(
-        model_name="llama-tiny",
-        rank=4,
-        optimization=NPTOptimization(mixed_precision="no"),
-    ),
+    "tiny": NPTConfig(model_name="llama-tiny", rank=4, optimization=NPTOptimization(mixed_precision="no")),
 }

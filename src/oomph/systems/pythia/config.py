@@ -10,11 +10,7 @@ from oomph.systems.config_checks import checking
 from oomph.systems.pythia.model import Pythia
 
 # window: neighbouring blocks on either side; stride: every stride-th block of keys.
-PATTERNS = {
-    "local": {"window": 1},
-    "global": {"stride": 2},
-    "mixed": {"window": 1, "stride": 4},
-}
+PATTERNS = {"local": {"window": 1}, "global": {"stride": 2}, "mixed": {"window": 1, "stride": 4}}
 
 
 @dataclass(frozen=True)
@@ -89,9 +85,7 @@ PRESETS: dict[str, PythiaConfig] = {
 
 
 def create_pythia_70m(
-    vocab_size: int = 10_000,
-    use_sparse_attention: bool = False,
-    device: torch.device | str | None = None,
+    vocab_size: int = 10_000, use_sparse_attention: bool = False, device: torch.device | str | None = None
 ) -> tuple[Pythia, PythiaConfig]:
     """The report's function: the `report` preset; its sparse attention is the `local` pattern.
 

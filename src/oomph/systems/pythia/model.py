@@ -7,13 +7,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from oomph.nn import RotaryEmbedding
-from oomph.systems.blocks import (
-    MLP,
-    Block,
-    CausalAttention,
-    CausalDecoder,
-    Residual,
-)
+from oomph.systems.blocks import MLP, Block, CausalAttention, CausalDecoder, Residual
 
 if TYPE_CHECKING:
     from oomph.systems.pythia.config import PythiaConfig
