@@ -100,6 +100,19 @@ def test_large_values_that_sizes_depend_on_are_computed_from_the_data():
 
 
 @in_process
+def test_large_values_made_of_some_that_are_written_later_are_guessed():
+    def program():
+        positions = torch.arange(1200, device="cuda")
+        products = positions[:, None] * positions
+        row = positions.expand(1200, 1200) + 0
+        positions.zero_()
+        assert len(torch.ones(1200, device="cuda")[products[1] == 0]) > 0
+        assert row[0].sum().item() > 0
+
+    assert "depends on values" in notes_of(program)
+
+
+@in_process
 def test_known_values_give_exact_sizes_without_a_note():
     def program():
         x = torch.randn(6, 4, device="cuda")

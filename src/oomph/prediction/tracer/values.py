@@ -180,13 +180,21 @@ class Representative(NamedTuple):
 
 
 class _Waiting:
-    """Values that are computed once the program asks for them. No fake tensor is held: it would live on."""
+    """Values that are computed once the program asks for them. No fake tensor is held: it would live on.
+
+    `writes`: of storages, see Values.
+    """
 
     def __init__(
-        self, call: OpCall | None, values: torch.Tensor | None, known: bool, result: int = 0
+        self,
+        writes: WeakIdKeyDictionary,
+        call: OpCall | None,
+        values: torch.Tensor | None,
+        known: bool,
+        result: int = 0,
     ) -> None:
-        self._call, self._values, self.known, self._result = call, values, known, result
-        self._version = 0 if values is None else values._version
+        self._writes, self._call, self._values, self.known, self._result = writes, call, values, known, result
+        self._version = None if values is None else self._version_of(values)
 
     def compute(self) -> torch.Tensor | None:
         """None where an input has been overwritten since."""
@@ -195,8 +203,14 @@ class _Waiting:
             with contextlib.suppress(Exception):
                 computed = call.run(_Waiting._input)
                 values = computed[self._result] if isinstance(computed, (list, tuple)) else computed
-                self._values, self._version = values, values._version
-        return self._values if self._values is not None and self._values._version == self._version else None
+                self._values, self._version = values, self._version_of(values)
+        if self._values is None or self._version_of(self._values) != self._version:
+            return None
+        return self._values
+
+    def _version_of(self, values: torch.Tensor) -> tuple[int, int]:
+        """Writes by the program, of data on the host, and by the trace, which torch does not count."""
+        return values._version, self._writes.get(values.untyped_storage(), 0)
 
     def _input(self) -> torch.Tensor:
         values = self.compute()
@@ -216,6 +230,7 @@ class Values:
         self._compared = WeakIdKeyDictionary()  # results of comparisons of two numbers -> op, weak arguments
         self._zeros = WeakIdKeyDictionary()  # large float tensors that were made of zeros
         self._waiting = WeakIdKeyDictionary()  # tensors -> how their values are computed, the stamp then
+        self._writes = WeakIdKeyDictionary()  # storages of values -> how often an op was run that wrote there
         # Ops on samples, by key -> the result, and what the ids in the key are those of.
         self._computed: dict[Any, tuple[torch.Tensor | None, Any]] = {}
         self._stamp = 0
@@ -383,13 +398,13 @@ class Values:
                 guess = not entry.known and (not entry.whole or tensor.dtype.is_floating_point)
                 if guess or not (entry.whole or not entry.values.dim()):
                     return
-                waiting = _Waiting(None, self.whole(tensor), entry.known)
+                waiting = _Waiting(self._writes, None, self.whole(tensor), entry.known)
             inputs[id(tensor)] = waiting
         known = all(waiting.known for waiting in inputs.values())
         replaced = call.replaced(lambda tensor: inputs[id(tensor)])
         for index, result in enumerate(results):
             stamp = self._overwritten.get(result.untyped_storage(), 0)
-            self._waiting[result] = _Waiting(replaced, None, known, index), stamp
+            self._waiting[result] = _Waiting(self._writes, replaced, None, known, index), stamp
 
     def _waiting_for(self, tensor: torch.Tensor) -> _Waiting | None:
         waiting, stamp = self._waiting.get(tensor, (None, 0))
@@ -482,7 +497,10 @@ class Values:
         except Exception:  # without a value, an estimate decides
             return False
         values = tensors_in(computed if isinstance(computed, (list, tuple)) else (computed,), {})
-        if written and not follows:
+        if follows:
+            storage = self.of(target).values.untyped_storage()
+            self._writes[storage] = self._writes.get(storage, 0) + 1
+        elif written:
             self.invalidate(call)
         for fake, value in zip(results, values, strict=False):
             if fake.shape == value.shape and (known or _is_finite(value)):
