@@ -88,7 +88,7 @@ def test_a_write_to_a_shared_buffer_is_an_error_and_running_statistics_are_not_s
 
 
 # 256 KiB are real in a prediction, 16 MiB are not.
-@pytest.mark.parametrize(("longest", "layers"), [(256, 6), (2048, 2)])
+@pytest.mark.parametrize(("longest", "layers"), [(512, 3), (2048, 2)])
 def test_the_saving_is_proposed_and_is_that_of_the_copies(longest, layers):
     work = workload(layers=layers, longest=longest)
     prediction = oomph.predict(work, gpu="h200")

@@ -229,7 +229,12 @@ def test_exact_fixes_leave_the_parameters_as_they_are():
 
 def test_where_nothing_fits_fixes_may_refuse_each_other():
     """A batch of fewer rows cannot be cut into as many parts."""
-    step = replace(STEP, model=lambda: Model([Block(), Block()]), sizes={"B": 2})
+    step = replace(
+        STEP,
+        model=lambda: nn.Sequential(nn.Embedding(4096, 32), nn.Linear(32, 4096, bias=False)),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, fused=True),
+        sizes={"B": 2},
+    )
     found = oomph.fit(step, gpu="h200", max="3MiB", allow=("exact", "training"))
     assert not found.fits
     assert found.fixes
