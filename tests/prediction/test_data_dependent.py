@@ -100,6 +100,19 @@ def test_large_values_that_sizes_depend_on_are_computed_from_the_data():
 
 
 @in_process
+def test_a_tensor_whose_data_is_assigned_has_the_values_of_the_data():
+    def program():
+        ids, large = (torch.zeros(size, dtype=torch.int64, device="cuda") for size in (4, 1200**2))
+        ids.data = torch.full((4,), 5, device="cuda")
+        assert ids.sum().item() == 20
+        positions = torch.arange(1200, device="cuda")
+        large.data = (positions[:, None] - positions).view(-1)
+        assert len(torch.ones(1200**2, device="cuda")[large == 0]) == 1200
+
+    assert "depends on values" not in notes_of(program)
+
+
+@in_process
 def test_large_values_made_of_some_that_are_written_later_are_guessed():
     def program():
         positions = torch.arange(1200, device="cuda")

@@ -314,6 +314,11 @@ def _setitem(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, A
         return func(target, index, value)
 
 
+def _set_data(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    func(*args, **kwargs)
+    tracer.values.take(*args)
+
+
 # What programs ask most often, and what needs no handling.
 _GETTERS = {
     *(
@@ -333,6 +338,7 @@ _HANDLERS: dict[Any, Handler] = {
     _T.type: _type,
     _T.type_as: lambda tracer, func, args, kwargs: _to(tracer, _T.to, args, kwargs),
     _T.numpy: _numpy,
+    _T.data.__set__: _set_data,  # type: ignore[attr-defined]
     internals.parse_to: _parse_to,
     internals.flex_attention_hop: _flex_attention,
     torch.tensor: _from_data,

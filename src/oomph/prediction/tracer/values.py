@@ -538,6 +538,13 @@ class Values:
                     if isinstance(tensor, FakeTensor):
                         self.forget(tensor)
 
+    def take(self, tensor: torch.Tensor, data: torch.Tensor) -> None:
+        """`tensor.data = data`"""
+        for followed in (self._entries, self._waiting, self._zeros):
+            followed.pop(tensor, None)
+            if data in followed:
+                followed[tensor] = followed[data]
+
     def forget(self, tensor: torch.Tensor) -> None:
         """Something unknown was written into its storage."""
         self._stamp += 1
