@@ -600,7 +600,7 @@ def _notes_on_prediction(
     if any(one.op == CUDNN_SEARCH and one.bytes for one in allocations):
         yield Note(
             "torch.backends.cudnn.benchmark: at the first call of a convolution, cuDNN tries algorithms in "
-            "memory that is free; the peak contains it, the verdict does not"
+            "memory that is free; the peak contains an estimate of it, the verdict does not"
         )
     if release_seconds:
         yield Note(
