@@ -31,6 +31,16 @@ def test_without_a_gpu_it_says_so(capsys):
     assert shown.count("\n") == 1
 
 
+def test_a_gpu_that_cannot_be_used_is_no_mistake_of_oomph(monkeypatch, tmp_path, capsys):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho CUDA error: device busy >&2\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(measure.sys, "executable", str(python))
+    assert run(["measure", TARGET]) == 2
+    assert "device busy" in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("in_process")
 def test_measured_stands_beside_predicted(monkeypatch, capsys, tmp_path):
     def measured(options, ops):

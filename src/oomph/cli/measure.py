@@ -102,8 +102,10 @@ def _this_gpu() -> str:
     )
     found: Any = None
     if torch.cuda.device_count():  # which leaves CUDA alone
-        shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
-        found = json.loads(shown.splitlines()[-1])
+        asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        if asked.returncode:
+            raise UserError(f"the GPU cannot be used:\n{asked.stderr.strip()}")
+        found = json.loads(asked.stdout.splitlines()[-1])
     if not found:
         cuda_device("cuda")  # says what is missing
     name, memory, *capability = found
