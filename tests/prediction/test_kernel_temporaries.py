@@ -265,6 +265,7 @@ MATRIX = meta(512, 256)
     [
         (aten.mm.default, (EXPANDED, MATRIX), [1024 * 512 * 4]),
         (aten.addmm.default, (meta(256), EXPANDED, MATRIX), [1024 * 512 * 4]),
+        (aten.addmm_.default, (meta(1024, 256), EXPANDED, MATRIX), [1024 * 512 * 4]),
         (aten.mm.default, (strided((1024, 512), (2048, 2)), MATRIX), [1024 * 512 * 4]),
         (aten.mm.default, (strided((1024, 512), (2048, 1)), MATRIX), []),  # columns of a wider matrix
         (aten.mm.default, (strided((1024, 512), (1, 1024)), MATRIX), []),  # transposed

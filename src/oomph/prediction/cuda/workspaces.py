@@ -117,7 +117,12 @@ def _adds_bias_in_epilogue(bias: torch.Tensor, left: torch.Tensor, right: torch.
     return bias.dim() == 1 and bias.is_contiguous() and min(*left.shape, *right.shape) > 1
 
 
-@temporaries(*aten_ops("mm.default addmm.default _addmm_activation.default bmm.default baddbmm.default"))
+@temporaries(
+    *aten_ops("""
+    mm.default addmm.default addmm_.default _addmm_activation.default bmm.default baddbmm.default
+    baddbmm_.default
+""")
+)
 def _copied_factors(call: BoundArguments, gpu: GPU) -> list[int]:
     """cuBLAS reads matrices whose rows or columns are dense. Others, such as the expanded gradient of a sum,
     are copied (native/cuda/Blas.cpp)."""
