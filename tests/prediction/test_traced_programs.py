@@ -203,7 +203,7 @@ def test_generators_say_their_device():
         assert isinstance(torch.manual_seed(7), torch.Generator)
         generator = torch.Generator("cuda").manual_seed(7)
         assert isinstance(generator, torch.Generator)
-        assert generator.device.type == "cuda"
+        assert generator.device == torch.Generator(0).device == x.device
         assert torch.Generator().device.type == "cpu"
         assert torch.rand(4, device="cuda", generator=generator).is_cuda
 

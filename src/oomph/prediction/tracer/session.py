@@ -397,7 +397,8 @@ def _make_generators_on_host(patches: Patches) -> None:
     class Generator(torch.Generator, metaclass=AnyGenerator):
         def __new__(cls, device: Any = "cpu") -> Any:
             made: Any = super().__new__(cls, "cpu")  # type: ignore[call-arg]
-            made.asked = torch.device(device or "cpu")
+            asked = torch.device("cpu" if device is None else device)
+            made.asked = DEVICE if asked.type == "cuda" else asked
             return made
 
         device = property(lambda self: self.asked)
