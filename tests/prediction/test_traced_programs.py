@@ -1,5 +1,6 @@
 """Programs may do in a trace what they do on a GPU."""
 
+import copy
 import importlib
 import random
 import sys
@@ -814,5 +815,19 @@ def test_results_are_found_once_for_tensors_of_the_same_layouts(monkeypatch):
         assert (whole + 1.0).dtype == torch.float32
         torch.set_default_dtype(torch.float64)
         assert (whole + 1.0).dtype == torch.float64
+
+    oomph.predict(program)
+
+
+def test_a_model_that_the_program_drops_is_freed():
+    def program():
+        model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8))).cuda()
+        after = []
+        for _ in range(3):
+            tuned = copy.deepcopy(model)
+            tuned(torch.randn(4, 256, device="cuda")).sum().backward()
+            del tuned
+            after.append(torch.cuda.memory_allocated())
+        assert len({*after}) == 1
 
     oomph.predict(program)

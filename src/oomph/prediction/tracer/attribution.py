@@ -16,10 +16,11 @@ import os
 import sys
 import sysconfig
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -192,13 +193,16 @@ class ModuleStack:
         self._stack: list[str] = []  # their paths
         self._losses = 0  # among them
         self._names: dict[int, str] = {}
-        self._blocks: dict[int, list[nn.Module]] = {}  # by id, with those like it in the container
+        # By id, with those like it in the container. Nothing here keeps a module of the program alive.
+        self._blocks: dict[int, list[weakref.ref[nn.Module]]] = {}
+        self._alive: dict[int, weakref.ref[nn.Module]] = {}  # the modules that have names
         self._inside_block = False
         self._calls_by_root: Counter[int] = Counter()  # of the modules that it calls itself, by id
         self.completed = 0  # calls of modules that were inside no other
         self._called: dict[bool, set[int]] = {True: set(), False: set()}  # their ids, by module.training
         self._last_called, self._last_training = 0, True
-        self._roots: list[nn.Module] = []  # kept alive, so that the ids above stay theirs
+        self._roots: list[weakref.ref[nn.Module]] = []
+        self._has_root = False  # or had one
 
     @property
     def path(self) -> str:
@@ -227,18 +231,33 @@ class ModuleStack:
         """Give every module under `root` its path; those of later roots start with the root's class."""
         if id(root) in self._names:
             return
-        prefix = "" if not self._roots else type(root).__name__
-        self._roots.append(root)
+        prefix = type(root).__name__ if self._has_root else ""
+        self._has_root = True
+        self._roots.append(weakref.ref(root))
         for path, module in root.named_modules():
             path = path.replace("_orig_mod.", "").removesuffix("_orig_mod").removesuffix(".")
-            self._names.setdefault(id(module), ".".join(part for part in (prefix, path) if part))
+            if id(module) not in self._names:
+                self._names[id(module)] = ".".join(part for part in (prefix, path) if part)
+                self._alive[id(module)] = weakref.ref(module, partial(self._forget, id(module)))
             if isinstance(module, (nn.ModuleList, nn.Sequential)):
-                self._blocks |= _repeated_blocks(module)
+                for block, run in _repeated_blocks(module).items():
+                    self._blocks[block] = list(map(weakref.ref, run))
+
+    def _forget(self, id: int, module: object) -> None:
+        """A module is gone. Another one may get its id."""
+        for known in (self._names, self._blocks, self._alive):
+            known.pop(id, None)
+        for called in self._called.values():
+            called.discard(id)
+
+    def _living_roots(self) -> list[nn.Module]:
+        self._roots = [ref for ref in self._roots if ref() is not None]
+        return _living(self._roots)
 
     def dimensions(self) -> tuple[tuple[str, int], ...]:
         """Sizes that the configs of the models state, by the letters that papers use: V, d, H, dk, f."""
         found: dict[str, int] = {}
-        for root in self._roots:
+        for root in self._living_roots():
             for module in (root, *root.children()):
                 config = getattr(module, "config", None)
                 for letter, names in _CONFIG_NAMES.items():
@@ -250,7 +269,7 @@ class ModuleStack:
     def tensor_names(self) -> list[tuple[torch.Tensor, tuple[str, Kind]]]:
         """Every parameter and buffer of the modules known so far, with its owner's path."""
         found: list[tuple[torch.Tensor, tuple[str, Kind]]] = []
-        for root in self._roots:
+        for root in self._living_roots():
             for module in root.modules():
                 path = self._names.get(id(module), "")
                 # Not by module.parameters(), which programs override.
@@ -283,7 +302,8 @@ class ModuleStack:
             if id(module) not in self._names:
                 guard.call("module path", type(module).__name__, lambda: self.name(module), lambda: None)
             path = self._names.get(id(module), "")
-            siblings = self._blocks.get(id(module))
+            run = self._blocks.get(id(module))
+            siblings = None if run is None else _living(run)
             outermost = siblings is not None and not self._inside_block
             if siblings is not None:
                 self._mark(f"enter {path}")
@@ -315,6 +335,10 @@ class ModuleStack:
 
         boundary.module_call = followed.__code__
         patches.set(nn.Module, "__call__", followed)
+
+
+def _living(modules: Iterable[weakref.ref[nn.Module]]) -> list[nn.Module]:
+    return [module for ref in modules if (module := ref()) is not None]
 
 
 def _repeated_blocks(container: nn.ModuleList | nn.Sequential) -> dict[int, list[nn.Module]]:
