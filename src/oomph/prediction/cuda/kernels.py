@@ -20,6 +20,7 @@ The figures come out exactly as measured on an H200 with torch 2.11.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -106,6 +107,23 @@ def reduction_buffers(
     Sizes as the table TEMPORARIES has them. The defaults are those of a sum: `accumulator` is the size of a
     partial result in bytes, `input_vector` the elements that a thread loads at once.
     """
+    which = tuple(dims) if dims else None
+    kernel = offset, accumulator, input_vector, out_dtype
+    return list(_reduction_buffers(tuple(shape), tuple(strides), which, dtype, gpu, *kernel))
+
+
+@functools.lru_cache(maxsize=4096)
+def _reduction_buffers(
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dims: tuple[int, ...] | None,
+    dtype: torch.dtype,
+    gpu: GPU,
+    offset: int,
+    accumulator: int | None,
+    input_vector: int | None,
+    out_dtype: torch.dtype | None,
+) -> list[int]:
     if accumulator is None:
         accumulator = 4 if dtype in _HALF else dtype.itemsize
     if input_vector is None:

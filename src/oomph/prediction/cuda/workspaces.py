@@ -66,6 +66,10 @@ _CUBLAS_OPS_IF_BATCHED = aten_ops("_linalg_slogdet.default _linalg_det.default l
 _PRODUCTS_IN_WIDER_DTYPE = aten_ops("""
     mm.dtype mm.dtype_out addmm.dtype addmm.dtype_out bmm.dtype bmm.dtype_out baddbmm.dtype baddbmm.dtype_out
 """)
+CUBLAS_OPS = {
+    *(_CUBLAS_OPS | _CUBLAS_OPS_IF_BATCHED | _PRODUCTS_IN_WIDER_DTYPE),
+    aten._grouped_mm.default,
+}  # or some of their calls
 # cublasLt's own, beside cuBLAS's: the default of CUBLASLT_WORKSPACE_SIZE, as measured on an H200.
 _CUBLASLT_BYTES = 1 << 20
 

@@ -38,7 +38,7 @@ from oomph.prediction.cuda.rules import (
     temporaries_of,
     temporaries_rule,
 )
-from oomph.prediction.cuda.workspaces import CublasWorkspaces
+from oomph.prediction.cuda.workspaces import CUBLAS_OPS, CublasWorkspaces
 from oomph.prediction.tracer.fake_cuda import DEVICE, Patches
 from oomph.prediction.tracer.fast_path import VIEWS, FastPath, broadcasts_into, is_dense
 from oomph.prediction.tracer.placement import PlacementMode, without_cuda
@@ -123,6 +123,7 @@ class _OpTraits(NamedTuple):
     host_outputs: HostOutputsRule | None
     allocation_order: tuple[int, ...] | None
     has_temporaries: bool
+    calls_cublas: bool
     is_deterministic: bool
 
 
@@ -318,6 +319,7 @@ class DispatchMode(TorchDispatchMode):
             host_outputs=HOST_OUTPUTS.get(func),
             allocation_order=ALLOCATION_ORDER.get(func),
             has_temporaries=temporaries_rule(func) is not None,
+            calls_cublas=func in CUBLAS_OPS,
             is_deterministic=func not in NONDETERMINISTIC,
         )
         return traits
@@ -531,7 +533,8 @@ class DispatchMode(TorchDispatchMode):
         first = max(0, len(made) - sizes.count(NEXT_RESULT))
         for tensor in made[:first]:
             record(tensor)
-        guard.call("workspace", func, partial(self.workspaces.allocate, func, args), _nothing)
+        if traits.calls_cublas:
+            guard.call("workspace", func, partial(self.workspaces.allocate, func, args), _nothing)
         self._record_temporaries(name, sizes, map(record, made[first:]))
 
     def _record_temporaries(

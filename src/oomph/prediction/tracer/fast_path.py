@@ -44,7 +44,10 @@ _PLAIN = VIEWS | aten_ops("""
     zero_.default fill_.Scalar baddbmm.default
     eq.Scalar ne.Scalar gt.Scalar lt.Scalar ge.Scalar le.Scalar
 """)
-_IN_PLACE = aten_ops("copy_.default add_.Tensor sub_.Tensor mul_.Tensor div_.Tensor")
+_IN_PLACE = aten_ops("""
+    copy_.default add_.Tensor sub_.Tensor mul_.Tensor div_.Tensor
+    add_.Scalar sub_.Scalar mul_.Scalar div_.Scalar
+""")
 _ELEMENTWISE = aten_ops("""
     add.Tensor sub.Tensor mul.Tensor div.Tensor mul.Scalar div.Scalar add.Scalar pow.Tensor_Scalar
     neg.default rsqrt.default sqrt.default exp.default cos.default sin.default

@@ -21,7 +21,7 @@ import itertools
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -124,6 +124,14 @@ _FACTORIZATIONS = aten_ops("""
     linalg_cholesky_ex.default linalg_inv_ex.default linalg_ldl_factor_ex.default linalg_lu_factor_ex.default
     _linalg_solve_ex.default
 """)
+
+
+# Ops whose results do not only follow from the values of their inputs.
+_WITH_RULES: tuple[Collection[OpOverload], ...] = (
+    *(_UNINITIALIZED, _RANDOM, _ORDERS, _SCATTERS, _ZEROS, _POSITIONS, _FACTORIES, _FACTORIES_LIKE),
+    *(_CONSTANTS, _FILLS, _FACTORIZATIONS),
+)
+_FOLLOWED = "_oomph_followed"  # the attribute of a tensor whose values may be known or guessed
 
 
 # File, line, and how often the line has asked; 0: a loop that was prolonged.
@@ -233,11 +241,13 @@ class Values:
         self._writes = WeakIdKeyDictionary()  # storages of values -> how often an op was run that wrote there
         # Ops on samples, by key -> the result, and what the ids in the key are those of.
         self._computed: dict[Any, tuple[torch.Tensor | None, Any]] = {}
+        # By id, which takes less time than a hash: whether no rule is for the op, and the op, kept alive.
+        self._plain_ops: dict[int, tuple[bool, OpOverload]] = {}
         self._stamp = 0
         self.draws = 0
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
-        return tensor in self._entries
+        return _FOLLOWED in tensor.__dict__ and tensor in self._entries
 
     def of(self, tensor: torch.Tensor) -> Representative:
         if not isinstance(tensor, FakeTensor):
@@ -281,6 +291,7 @@ class Values:
             values = values[0]
         if known:
             self._guessed.pop(storage, None)
+        tensor.__dict__[_FOLLOWED] = True
         self._entries[tensor] = Representative(values, whole, known, self._overwritten.get(storage, 0))
 
     def propagate(self, call: OpCall, given: Sequence[torch.Tensor], out: Any, follow_floats: bool) -> None:
@@ -291,6 +302,8 @@ class Values:
         results = [item for item in made if isinstance(item, FakeTensor)]
         if not results:
             return self.invalidate(call)
+        if self._is_unknown(func, given, results[0], follow_floats):
+            return None
         if "out" in kwargs:
             return self._propagate_out(call, given, results)
         if func in _UNINITIALIZED:
@@ -336,6 +349,27 @@ class Values:
         if func in _FACTORIZATIONS:
             return self.set(results[-1], torch.zeros((), dtype=torch.int32), whole=False, known=False)
         return self._propagate_guess(call, given, inputs, results, known, follow_floats)
+
+    def _is_unknown(
+        self, func: OpOverload, given: Sequence[torch.Tensor], result: torch.Tensor, follow_floats: bool
+    ) -> bool:
+        """Whether the op makes unknown floats of unknown tensors, as most ops of a model do: what follows for
+        them from the rules of `propagate`, without asking each."""
+        if not given or not result.dtype.is_floating_point:
+            return False
+        known = self._plain_ops.get(id(func))
+        if known is None:
+            plain = not func._schema.is_mutable and not any(func in ops for ops in _WITH_RULES)
+            known = self._plain_ops[id(func)] = plain, func
+        if not known[0]:
+            return False
+        for tensor in given:
+            if not isinstance(tensor, FakeTensor) or _FOLLOWED in tensor.__dict__:
+                return False
+        if not _is_small(result):
+            return True
+        several = any(tensor is not given[0] for tensor in given)
+        return (several or not follow_floats) and any(tensor.dim() for tensor in given)
 
     def _propagate_guess(
         self,
@@ -404,6 +438,7 @@ class Values:
         replaced = call.replaced(lambda tensor: inputs[id(tensor)])
         for index, result in enumerate(results):
             stamp = self._overwritten.get(result.untyped_storage(), 0)
+            result.__dict__[_FOLLOWED] = True
             self._waiting[result] = _Waiting(self._writes, replaced, None, known, index), stamp
 
     def _waiting_for(self, tensor: torch.Tensor) -> _Waiting | None:
@@ -540,6 +575,7 @@ class Values:
 
     def take(self, tensor: torch.Tensor, data: torch.Tensor) -> None:
         """`tensor.data = data`"""
+        tensor.__dict__[_FOLLOWED] = True
         for followed in (self._entries, self._waiting, self._zeros):
             followed.pop(tensor, None)
             if data in followed:
