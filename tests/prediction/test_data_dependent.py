@@ -100,6 +100,17 @@ def test_large_values_that_sizes_depend_on_are_computed_from_the_data():
 
 
 @in_process
+def test_large_matrices_are_not_multiplied_for_a_number_that_is_read():
+    def program():
+        positions = torch.arange(1200, device="cuda")
+        differences = (positions[:, None] - positions).float()
+        assert differences.sum().item() == 0
+        assert (differences @ differences).sum().item() == 1
+
+    assert "taken as 1" in notes_of(program)
+
+
+@in_process
 def test_a_tensor_whose_data_is_assigned_has_the_values_of_the_data():
     def program():
         ids, large = (torch.zeros(size, dtype=torch.int64, device="cuda") for size in (4, 1200**2))

@@ -74,13 +74,18 @@ _KEEPS_VALUES = VIEWS | aten_ops("""
 _MAKES_MASKS = VIEWS | aten_ops("""
     where.self masked_fill.Scalar masked_fill.Tensor _to_copy.default index.Tensor
 """)
+_PRODUCTS = aten_ops("mm.default bmm.default _cdist_forward.default")
 # Large results that these and pointwise ops make of known values are computed once the program asks for them.
-_MAY_WAIT = _KEEPS_VALUES | aten_ops("""
+_MAY_WAIT = (
+    _KEEPS_VALUES
+    | _PRODUCTS
+    | aten_ops("""
     nonzero.default linalg_vector_norm.default norm.ScalarOpt_dim sum.default sum.dim_IntList cumsum.default
-    amax.default amin.default max.default min.default any.default any.dim all.default all.dim mm.default
-    bmm.default _cdist_forward.default
+    amax.default amin.default max.default min.default any.default any.dim all.default all.dim
 """)
+)
 _MOST_WAITING = 1 << 24  # elements
+_MOST_MULTIPLICATIONS = 1 << 28  # of a product: tens of milliseconds
 _COPY = aten.copy_.default
 _ADDITIONS = aten_ops("add.Tensor add_.Tensor")
 _BOUNDS = aten_ops("lt.Scalar le.Scalar gt.Scalar ge.Scalar")
@@ -423,6 +428,8 @@ class Values:
         """Distances between known positions, masks of known lengths."""
         may_wait = torch.Tag.pointwise in call.func.tags or call.func in _MAY_WAIT
         if not may_wait or call.func._schema.is_mutable or not given or results[0].numel() > _MOST_WAITING:
+            return
+        if call.func in _PRODUCTS and results[0].numel() * given[0].shape[-1] > _MOST_MULTIPLICATIONS:
             return
         inputs: dict[int, _Waiting] = {}
         for tensor in given:
