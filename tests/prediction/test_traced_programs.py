@@ -809,6 +809,8 @@ def test_results_are_found_once_for_tensors_of_the_same_layouts(monkeypatch):
         x, whole = torch.randn(64, 32, device="cuda"), torch.ones(64, 32, dtype=torch.long, device="cuda")
         results = [x.cumsum(0) for _ in range(10)] + [x.t().cumsum(0), x.bfloat16().cumsum(0)]
         assert asked.count(torch.ops.aten.cumsum.default) == 3
+        assert {x[whole[0]].shape for _ in range(10)} == {(32, 32)}
+        assert asked.count(torch.ops.aten.index.Tensor) == 1
         assert results[-2].shape == (32, 64)
         assert results[-1].dtype == torch.bfloat16
         assert (whole + 1).dtype == torch.long  # not that of `whole + 1.0`, although 1 == 1.0

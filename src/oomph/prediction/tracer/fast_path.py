@@ -85,7 +85,6 @@ class FastPath:
         template = FakeTensor(mode, torch.empty(0, device=_META), _CPU)
         self._attributes = dict(template.__dict__)
         self._layouts: dict[Any, _Layouts | None] = {}
-        self._by_layout: dict[OpOverload, bool] = {}  # whether nothing else decides about an op's results
         self._rules: dict[OpOverload, Callable[[OpOverload, Sequence[Any], dict[str, Any]], Any]] = {
             **dict.fromkeys(_PLAIN, self._plain),
             **dict.fromkeys(_ELEMENTWISE, self._elementwise),
@@ -122,12 +121,9 @@ class FastPath:
     def once(
         self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], compute: Callable[[], Any]
     ) -> Any:
-        """What `compute` gives; computed once for tensors of the same layouts, where all results are new."""
-        by_layout = self._by_layout.get(func)
-        if by_layout is None:
-            by_layout = not func._schema.is_mutable and not _NOT_BY_LAYOUT.intersection(func.tags)
-            self._by_layout[func] = by_layout
-        if not by_layout:
+        """What `compute` gives; computed once for tensors of the same layouts, where all results are new. It
+        raises where sizes depend on values."""
+        if func._schema.is_mutable:
             return compute()
         try:
             key = func, torch.get_default_dtype(), _described(args), _described(tuple(kwargs.items()))
@@ -310,7 +306,6 @@ class FastPath:
         return [self._like(aten.empty_like.default, (tensor,), {}) for tensor in tensors]
 
 
-_NOT_BY_LAYOUT = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.inplace_view}
 _NUMBERS = (bool, int, float, str, type(None), torch.dtype, torch.layout, torch.device, torch.memory_format)
 
 
