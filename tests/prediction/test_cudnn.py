@@ -135,6 +135,11 @@ def test_a_weight_gradient_also_holds_padded_channels_and_partial_sums(measured,
     assert weight_gradient(input, weight, **options) == pytest.approx(measured, rel=0.02)
 
 
+def test_images_of_more_than_256_positions_a_side_take_no_fourier_transforms():
+    both = 8 * (128 * 257**2 + 3 * 256**2) * 4  # bytes of input and output
+    assert weight_gradient((8, 128, 257, 257), (3, 128, 4, 4), padding=1) < 2 * both
+
+
 def test_a_dilated_convolution_takes_neither_fourier_transforms_nor_winograds_method():
     both = 100 * (128 + 64) * 32 * 32 * 4  # bytes of input and output
     assert weight_gradient((100, 128, 32, 32), (64, 128, 3, 3), padding=1) > 8 * both

@@ -464,13 +464,15 @@ def _position(found: _Convolution) -> tuple[float, ...]:
 @functools.lru_cache(maxsize=4096)
 def _nearest(found: _Convolution) -> _Measured:
     """The most similar measured convolution: its sizes differ by the smallest factors."""
-    width, position = math.sqrt(found.kernel), _position(found)
+    width, position = found.kernel_size[0], _position(found)
 
-    def distance(kernel: _Kernel) -> float:
-        return abs(math.log2(kernel[1] / width)) + abs(kernel[2] - found.stride)
+    def distance(kernel: _Kernel) -> tuple[int, int]:
+        return abs(kernel[1] - width) + abs(kernel[2] - found.stride), kernel[1]
 
     dtype = "float32" if found.item == 4 else "bfloat16"
-    kernel = min((kernel for kernel in _measurements() if kernel[0] == dtype), key=distance)
+    # Those of 1 x 1 are matrix products, and like no others.
+    alike = (kernel for kernel in _measurements() if kernel[0] == dtype and (kernel[1] == 1) == (width == 1))
+    kernel = min(alike, key=distance)
     return min(_measured(kernel), key=lambda one: sum(map(abs, map(operator.sub, one.position, position))))
 
 
@@ -478,6 +480,8 @@ def _workspace_of_nearest(found: _Convolution, kind: Pass, gpu: GPU) -> int:
     """The workspace of the algorithm that the most similar measured convolution takes."""
     near = _nearest(found)
     measured = near.workspaces[kind]
+    if abs(_fourier(near.case, kind) - measured) < _TOLERANCE:
+        return _fourier(found, kind) if _is_transformed(found, kind) else _copies(found)
     for workspace in _ALGORITHMS:
         if abs(workspace(near.case) - measured) < _TOLERANCE:
             return workspace(found)
@@ -567,7 +571,6 @@ _ALGORITHMS: tuple[Callable[[_Convolution], int], ...] = (
     lambda found: _copies(found, weight=False),
     lambda found: _copies(found, output=False, weight=False),
     lambda found: _copies(found, input=False, weight=False),
-    lambda found: _fourier(found, "weight"),
     _winograd,
 )
 
