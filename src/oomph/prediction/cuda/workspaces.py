@@ -512,8 +512,8 @@ def _fourier(found: _Convolution, kind: Pass) -> int:
     inputs, outputs = found.batch * found.input.channels, found.batch * found.output.channels
     weights = found.input.channels * found.output.channels
     if kind == "forward":
-        return 2 * spectrum * max(inputs + weights, outputs) + _filled(found.weight * found.item, 16)
-    return 2 * spectrum * max(inputs + outputs, weights) + _filled(found.output.bytes, 16)
+        return 2 * spectrum * max(inputs + weights, outputs) + _round_up(found.weight * found.item, 16)
+    return 2 * spectrum * max(inputs + outputs, weights) + _round_up(found.output.bytes, 16)
 
 
 def _fourier_in_tiles(found: _Convolution) -> int:
@@ -523,7 +523,7 @@ def _fourier_in_tiles(found: _Convolution) -> int:
     image, kernel, copied = found.image, found.kernel_size, 0
     if found.stride > 1:
         steps = found.strides
-        channels, outside = _filled(channels * math.prod(steps), 8), _filled(outside, 8)
+        channels, outside = _round_up(channels * math.prod(steps), 8), _round_up(outside, 8)
         padded = (size + -pad % step for size, pad, step in zip(kernel, found.padding, steps, strict=True))
         kernel = tuple(map(_ceil_div, padded, steps))
         image = tuple(map(_ceil_div, image, steps))
@@ -548,7 +548,7 @@ def _longest_side(found: _Convolution) -> int:
     return max(16, 1 << (side - 1).bit_length())
 
 
-def _filled(size: int, multiple: int) -> int:
+def _round_up(size: int, multiple: int) -> int:
     return _ceil_div(size, multiple) * multiple
 
 
