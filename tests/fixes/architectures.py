@@ -1,13 +1,13 @@
 """Ten Hugging Face architectures and three hand-written models, each tiny, seeded and without dropout.
 
-`ARCHITECTURES[name]()` is a Workload in float32 that runs on a CPU; `loss_and_gradients` runs one pass of it.
+`ARCHITECTURES[name]()` is a Workload in float32 that runs on a CPU.
 """
 
 from functools import partial
 
 import torch
 import torch.nn.functional as F
-from small import TinyLM, gradients, plain_loss, seeded, tiny_batch
+from small import TinyLM, plain_loss, seeded, tiny_batch
 from torch import nn
 
 import oomph
@@ -136,31 +136,6 @@ ARCHITECTURES = {
 def prepared(workload):
     """The model and the batch of a Workload, on the CPU, ready for a pass."""
     return workload.model().train(), workload.make_batch(torch.device("cpu"))
-
-
-def loss_and_gradients(workload, model=None):
-    """One pass: the loss and the gradient of every parameter, by name, as `same_gradients` compares them."""
-    built, batch = prepared(workload)
-    return gradients(built if model is None else model, workload.loss, batch)
-
-
-def same_pass(before, after, tolerance=1e-5):
-    """Loss and all gradients are the same, relative to each one's largest entry.
-
-    A gradient that is zero but for rounding (of the bias of keys, which softmax does not see) is compared
-    with the largest of all.
-    """
-    (loss, grads), (new_loss, new_grads) = before, after
-    torch.testing.assert_close(new_loss, loss, rtol=tolerance, atol=0)
-    assert new_grads.keys() == grads.keys()
-    largest = max(float(grad.abs().max()) for grad in grads.values() if grad is not None)
-    for name, grad in grads.items():
-        if grad is None:
-            assert new_grads[name] is None, name
-            continue
-        size = max(float(grad.abs().max()), 1e-4 * largest)
-        off = float((new_grads[name] - grad).abs().max()) / size
-        assert off <= tolerance, f"{name} is off by {off:.2e}"
 
 
 class RotaryLM(nn.Module):

@@ -18,7 +18,6 @@ from oomph.records import FixUse
 
 pytest.importorskip("transformers")
 HUGGING_FACE = ["GPT-2", "GPT-NeoX", "Llama", "Qwen3", "Mistral", "Phi", "BERT", "T5", "ViT"]
-OPTIONS = {"implementation": "sdpa"}
 
 
 def eager(name):

@@ -6,8 +6,8 @@ import io
 import pytest
 import torch
 import torch.nn.functional as F
-from architectures import ARCHITECTURES, prepared, same_pass
-from small import TinyLM, gradients, plain_loss, seeded, tiny_batch
+from architectures import ARCHITECTURES, prepared
+from small import TinyLM, gradients, plain_loss, same_pass, seeded, tiny_batch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -69,7 +69,7 @@ def compare(loss, dtype=torch.float64, tolerance=1e-9, bias=True):
         made.append(model(x))
         return loss(made[0], y)
 
-    same_pass(before, gradients(model, keeping, None), tolerance)
+    same_pass(before, gradients(model, keeping, None), tolerance=tolerance)
     return not made[0].expression.computed
 
 
@@ -348,7 +348,7 @@ def test_autocast_gives_the_head_its_dtype(inside, wide):
     fixes.apply_to_model(FixUse("fused_linear_cross_entropy", {**FIX.options, "heads": ["head"]}), model)
     after = gradients(model, loss, None)
     assert after[0].dtype == before[0].dtype
-    same_pass(before, after, 2e-2)
+    same_pass(before, after, tolerance=2e-2)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -362,7 +362,7 @@ def test_the_head_at_the_end_of_a_checkpoint(reentrant, way):
 
     before = gradients(model, loss, None)
     fixes.apply_to_model(FixUse("fused_linear_cross_entropy", {**FIX.options, "heads": ["head"]}), model)
-    same_pass(before, gradients(model, loss, None), 1e-9)
+    same_pass(before, gradients(model, loss, None), tolerance=1e-9)
 
 
 class Doubled(torch.autograd.Function):
@@ -391,7 +391,7 @@ def test_full_backward_hooks_of_the_model_see_their_gradients():
 
     before = gradients(model, loss, None)
     fixes.apply_to_model(FixUse("fused_linear_cross_entropy", {"heads": ["head"]}), model)
-    same_pass(before, gradients(model, loss, None), 1e-9)
+    same_pass(before, gradients(model, loss, None), tolerance=1e-9)
     torch.testing.assert_close(seen[1], seen[0])
 
 

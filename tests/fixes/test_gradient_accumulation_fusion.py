@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, prepared, same_pass
-from small import TinyLM, plain_loss, seeded, state_of, tiny_batch, workload
+from architectures import ARCHITECTURES, prepared
+from small import TinyLM, plain_loss, same_pass, seeded, state_of, tiny_batch, workload
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -95,7 +95,7 @@ def test_under_autocast_bf16_products_go_into_fp32_gradients(added):
     fixes.apply_to_model("gradient_accumulation_fusion", model)
     after = summed(model, loss, x)
     assert after[1]["0.weight"].dtype == torch.float32
-    same_pass(before, after, 1e-2)
+    same_pass(before, after, tolerance=1e-2)
     assert added
 
 
@@ -116,7 +116,7 @@ def test_a_weight_used_several_times_in_one_pass(added):
     model, tokens = seeded(Twice).double(), torch.arange(12).view(3, 4)
     before = summed(model, square, tokens)
     fixes.apply_to_model("gradient_accumulation_fusion", model)
-    same_pass(before, summed(model, square, tokens), 1e-12)
+    same_pass(before, summed(model, square, tokens), tolerance=1e-12)
     assert len(added) == 3 * (PASSES - 1)
 
 
@@ -130,7 +130,7 @@ def test_inside_a_checkpoint(reentrant, added):
 
     before = summed(model, loss, x)
     fixes.apply_to_model("gradient_accumulation_fusion", model)
-    same_pass(before, summed(model, loss, x), 1e-12)
+    same_pass(before, summed(model, loss, x), tolerance=1e-12)
     assert len(added) == PASSES - 1
 
 

@@ -12,13 +12,13 @@ from torch import nn
 
 import oomph
 from oomph import fixes
-from oomph.records import FixUse
+from oomph.fixes.activation_checkpointing import KEEP
+
+calls = []  # of rotary modules
 
 
 class RotaryEmbedding(nn.Module):
     """As older models have it: hidden states are given for their dtype and device only."""
-
-    calls = 0
 
     def __init__(self, size, base=10000.0):
         super().__init__()
@@ -26,7 +26,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", base ** (-torch.arange(0, size, 2) / size), persistent=False)
 
     def forward(self, x, positions):
-        type(self).calls += 1
+        calls.append(self)
         angles = (self.inv_freq[None, :, None] @ positions[:, None, :].to(x.dtype)).transpose(1, 2)
         angles = torch.cat((angles, angles), -1)
         return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
@@ -70,19 +70,21 @@ def x():
 
 
 def counted(run):
-    RotaryEmbedding.calls = 0
+    calls.clear()
     run()
-    return RotaryEmbedding.calls
+    return len(calls)
 
 
-def test_gradients_are_the_same_one_layer_computes_and_undo_restores_the_model(x):
+@pytest.mark.parametrize("others", [[], *(["activation_checkpointing:keep=" + keep] for keep in KEEP)])
+def test_gradients_are_the_same_one_layer_computes_and_undo_restores_the_model(others, x):
     model = seeded(Model)
     before, state = gradients(model, loss, x), state_of(model)
-    changed = fixes.apply_to_model("shared_rotary_embedding", model)
-    assert [change.where for change in changed] == ["", *(f"layers.{n}.rotary" for n in range(3))]
+    changed = fixes.apply_to_model(["shared_rotary_embedding", *others], model)
+    assert [change.where for change in changed][:4] == ["", *(f"layers.{n}.rotary" for n in range(3))]
     same_gradients(before, gradients(model, loss, x), 0)
-    assert counted(lambda: model(x)) == 1
-    assert counted(lambda: copy.deepcopy(model)(x)) == 1
+    with torch.no_grad():
+        assert counted(lambda: model(x)) == 1
+        assert counted(lambda: copy.deepcopy(model)(x)) == 1
     fixes.undo(model)
     assert state_of(model) == state
     assert counted(lambda: model(x)) == 3
@@ -99,38 +101,13 @@ def test_nothing_is_kept_after_a_forward(x):
     assert seen[0]() is None
 
 
-@pytest.mark.parametrize("keep", ["nothing", "products"])
-def test_it_may_be_combined_with_recomputation_by_op(keep, x):
-    model = seeded(Model)
-    before, state = gradients(model, loss, x), state_of(model)
-    fixes.apply_to_model(
-        ["shared_rotary_embedding", FixUse("activation_checkpointing", {"keep": keep})], model
-    )
-    same_gradients(before, gradients(model, loss, x), 0)
-    fixes.undo(model)
-    assert state_of(model) == state
-
-
-def test_other_positions_other_settings_and_other_numbers_are_computed_anew(x):
-    model = seeded(lambda: Model(bases=[10000.0, 500.0, 10000.0]))
-    before = gradients(model, loss, x)
-    fixes.apply_to_model("shared_rotary_embedding", model)
-    assert counted(lambda: model(x)) == 2
-    same_gradients(before, gradients(model, loss, x), 0)
-
-    class Shifting(Model):
-        def forward(self, x):
-            positions = torch.arange(x.shape[1]).expand(x.shape[0], -1).clone()
-            for layer in self.layers:
-                x = layer(x, positions)
-                positions += 1  # the same tensor with other numbers
-            return x
-
-    model = seeded(Shifting)
-    before = gradients(model, loss, x)
-    fixes.apply_to_model("shared_rotary_embedding", model)
-    assert counted(lambda: model(x)) == 3
-    same_gradients(before, gradients(model, loss, x), 0)
+class Shifting(Model):
+    def forward(self, x):
+        positions = torch.arange(x.shape[1]).expand(x.shape[0], -1).clone()
+        for layer in self.layers:
+            x = layer(x, positions)
+            positions += 1  # the same tensor with other numbers
+        return x
 
 
 class RotaryThatLooks(RotaryEmbedding):
@@ -145,22 +122,27 @@ class CarelessLayer(Layer):
         return super().forward(x, positions)
 
 
-def test_a_module_that_looks_at_the_numbers_is_not_shared(x):
-    model = seeded(lambda: Model(rotary=RotaryThatLooks))
-    before = gradients(model, loss, x)
-    fixes.apply_to_model("shared_rotary_embedding", model)
-    same_gradients(before, gradients(model, loss, x), 0)
-    RotaryThatLooks.calls = 0
-    model(x)
-    assert RotaryThatLooks.calls == 3
-
-
-def test_results_that_were_written_are_not_handed_on(x):
-    model = seeded(Model)
+def careless():
+    model = Model()
     for layer in model.layers:
         layer.__class__ = CarelessLayer
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "calls"),
+    [
+        (lambda: Model(bases=[10000.0, 500.0, 10000.0]), 2),  # other settings
+        (Shifting, 3),  # other positions
+        (lambda: Model(rotary=RotaryThatLooks), 3),  # reads the numbers of hidden states
+        (careless, 4),  # each layer writes the result that it is given, and asks again
+    ],
+)
+def test_what_would_be_another_result_is_computed_anew(build, calls, x):
+    model = seeded(build)
     before = gradients(model, loss, x)
     fixes.apply_to_model("shared_rotary_embedding", model)
+    assert counted(lambda: model(x)) == calls
     same_gradients(before, gradients(model, loss, x), 0)
 
 

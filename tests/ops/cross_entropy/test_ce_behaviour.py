@@ -11,12 +11,6 @@ from oomph.errors import ArgumentError
 from oomph.nn.loss import LinearCrossEntropyLoss
 from oomph.ops import explain, linear_cross_entropy
 
-X, WEIGHT, TARGET = torch.ones(2, 5, 3), torch.ones(7, 3), torch.zeros(2, 5, dtype=torch.int64)
-
-
-NAN, INF = float("nan"), float("inf")
-
-
 PLAIN_LIMIT = 16 << 20
 
 
