@@ -153,7 +153,7 @@ class Precision:
 
     def __init__(self, device: torch.device, autocast: torch.dtype | None) -> None:
         self.device, self.dtype = device, autocast
-        self.scaler = torch.amp.GradScaler(device.type) if autocast == torch.float16 else None
+        self.scaler = torch.amp.GradScaler(device.type, enabled=autocast == torch.float16)
 
     def autocast(self, cache_weights: bool = True) -> AbstractContextManager[Any]:
         """cache_weights: keep cast weights during the pass. Not during a capture: a replay must cast the
@@ -165,13 +165,6 @@ class Precision:
             enabled=enabled,
             cache_enabled=cache_weights and enabled,
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        return {} if self.scaler is None else self.scaler.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.scaler is not None and state:
-            self.scaler.load_state_dict(state)
 
 
 class ForwardBackward:
@@ -193,9 +186,7 @@ class ForwardBackward:
     def run(self, batch: Any, factor: float | Tensor, cache_weights: bool = True) -> Tensor:
         with self.precision.autocast(cache_weights):
             loss = self.loss(self.model, batch)
-        scaled = Workload.scaled(loss, factor)
-        scaler = self.precision.scaler
-        (scaled if scaler is None else scaler.scale(scaled)).backward()
+        self.precision.scaler.scale(Workload.scaled(loss, factor)).backward()
         return loss.detach()
 
     def release(self) -> None:
@@ -342,28 +333,25 @@ class OptimizerStep:
         )
         self.in_backward = bool(getattr(optimizer, "updates_in_backward", False))
         self.incomplete = False  # during a step, and after one that failed half way
-        if self.in_backward and (clip is not None or self.scaler is not None):
+        scales = self.scaler.is_enabled()
+        if self.in_backward and (clip is not None or scales):
             what = "training.clip" if clip is not None else "training.autocast=float16, which scales them"
             raise UserError(f"updates are made in backward, so no gradients are left for {what}")
         # Not where parameters are sharded: found_inf is a plain tensor.
         sharded = any(hasattr(each, "full_tensor") for each in self.trained)
-        self._reads_found_inf = (
-            self.scaler is None
-            and not sharded
-            and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-        )
+        supports = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        self._reads_found_inf = supports and not scales and not sharded
 
     def __call__(self, loss: Tensor) -> Update:
         not_finite = loss - loss  # 0 or nan; one kernel, where isfinite launches four
         if self.in_backward:
             self.optimizer.step()
             return Update(None, _as_found_inf(not_finite))
-        if self.scaler is not None:
-            self.scaler.unscale_(self.optimizer)
+        self.scaler.unscale_(self.optimizer)
         norm = None
         if self.clip is not None:
             norm = whole_tensor(torch.nn.utils.clip_grad_norm_(self.trained, self.clip))
-            if self.scaler is None:  # a scaler skips such a step and lowers its scale
+            if not self.scaler.is_enabled():  # it skips such a step and lowers its scale
                 not_finite = not_finite + (norm - norm)
         found_inf = _as_found_inf(not_finite)
         self.incomplete = True
@@ -371,9 +359,6 @@ class OptimizerStep:
             self.optimizer.found_inf = found_inf  # type: ignore[attr-defined]
             self.optimizer.grad_scale = None  # type: ignore[attr-defined]
             self.optimizer.step()
-        elif self.scaler is None:
-            if found_inf == 0:
-                self.optimizer.step()
         else:
             if found_inf == 0:
                 self.scaler.step(self.optimizer)

@@ -133,7 +133,7 @@ class Trainer:
         with malformed_errors(saved):
             own = with_own_options(state["optimizer"], self.optimizer)
             self.optimizer.load_state_dict(self.ranks.sharded_optimizer_state(own, self.optimizer))
-            self.precision.load_state_dict(state["scaler"])
+            self.precision.scaler.load_state_dict(state["scaler"])
             self.data.train.load_state_dict(state["data"])
             set_rng_state(state["rng"])
             self.ranks.seed(self.config.training.seed + saved.step)
@@ -385,7 +385,7 @@ class Trainer:
             "model": self._saved_model(),
             "frozen": self._frozen,
             "optimizer": self.optimizer.state_dict(),
-            "scaler": self.precision.state_dict(),
+            "scaler": self.precision.scaler.state_dict(),
             "data": self.data.train.state_dict() if data is None else data,
             "rng": rng_state(),
         }
