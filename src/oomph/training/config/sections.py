@@ -23,7 +23,6 @@ from oomph.units import parse_bytes
 # ------------------------------------------------------------------------------------------------- as written
 
 RUN_CONFIG, RUN_LOCK = "config.yaml", "lock"
-_MOST_VALUES = 100_000
 _KEY = r"[A-Za-z_][A-Za-z0-9_.-]*"
 _OVERRIDE = re.compile(rf"({_KEY})=(.*)", re.DOTALL)
 
@@ -98,9 +97,7 @@ _Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
 def parse_yaml(text: str, what: str, *, with_line: bool = False) -> Any:
     """One YAML value; a syntax error is one line."""
     try:
-        value = yaml.load(text, _Loader)
-        _check_extent(value)
-        return value
+        return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f", line {mark.line + 1}" if mark and with_line else ""
@@ -109,17 +106,6 @@ def parse_yaml(text: str, what: str, *, with_line: bool = False) -> Any:
         raise UserError(f"{what} is not valid YAML: {str(error).splitlines()[0]}") from None
     except RecursionError:
         raise UserError(f"{what} is not valid YAML: it is nested too deeply") from None
-
-
-def _check_extent(value: Any) -> None:
-    """Refuse what aliases expand to millions of values, or to itself."""
-    pending, left = [value], _MOST_VALUES
-    while pending and left:
-        value, left = pending.pop(), left - 1
-        if isinstance(value, dict | list):
-            pending += value.values() if isinstance(value, dict) else value
-    if pending:
-        raise ValueError(f"its aliases stand for more than {_MOST_VALUES} values")
 
 
 def to_yaml(values: dict[str, Any]) -> str:
