@@ -13,7 +13,6 @@ import random
 import re
 import socket
 import sysconfig
-import threading
 from bisect import bisect_right
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterator, Sequence
@@ -389,22 +388,14 @@ def _hub_errors(name: str, load: Callable[[], Any]) -> Any:
 
 
 def is_reachable(url: str, timeout: float = 5.0) -> bool:
-    """Whether a TCP connection can be opened. In a thread, because a name lookup may hang for longer."""
+    """Whether a TCP connection can be opened."""
     parts = urlsplit(url if "//" in url else f"//{url}")
-    answers: list[bool] = []
-
-    def connect() -> None:
-        try:
-            address = (parts.hostname or "", parts.port or (80 if parts.scheme == "http" else 443))
-            with socket.create_connection(address, timeout=timeout):
-                answers.append(True)
-        except (OSError, ValueError):
-            pass
-
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(timeout)
-    return bool(answers)
+    try:
+        address = (parts.hostname or "", parts.port or (80 if parts.scheme == "http" else 443))
+        socket.create_connection(address, timeout).close()
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 # ----------------------------------------------------------------------------------- names and paths
