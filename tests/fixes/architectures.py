@@ -1,4 +1,4 @@
-"""Ten Hugging Face architectures and three hand-written models, each tiny, seeded and without dropout.
+"""Ten Hugging Face architectures and two hand-written models, each tiny, seeded and without dropout.
 
 `ARCHITECTURES[name]()` is a Workload in float32 that runs on a CPU.
 """
@@ -126,7 +126,6 @@ def _own(model, batch=tiny_batch, loss=plain_loss):
 ARCHITECTURES = {
     **{name: partial(_hugging_face, name) for name in HUGGING_FACE},
     "TinyLM": lambda: _own(TinyLM),
-    "RotaryLM": lambda: _own(RotaryLM),
     "Classifier": lambda: _own(
         Classifier, partial(_images, rows=6, name="images", classes="classes"), _classified
     ),
@@ -136,58 +135,6 @@ ARCHITECTURES = {
 def prepared(workload):
     """The model and the batch of a Workload, on the CPU, ready for a pass."""
     return workload.model().train(), workload.make_batch(torch.device("cpu"))
-
-
-class RotaryLM(nn.Module):
-    """RMSNorm, SwiGLU, a rotary module in every layer, and a tied head."""
-
-    def __init__(self, vocabulary=97, width=32, heads=4, layers=3, longest=64):
-        super().__init__()
-        self.embed = nn.Embedding(vocabulary, width)
-        self.layers = nn.ModuleList(RotaryLayer(width, heads, longest) for _ in range(layers))
-        self.norm = nn.RMSNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
-
-
-class RotaryLayer(nn.Module):
-    def __init__(self, width, heads, longest):
-        super().__init__()
-        self.heads = heads
-        self.norm_1, self.norm_2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.rotary = Rotary(width // heads, longest)
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.gate, self.up = nn.Linear(width, 2 * width, bias=False), nn.Linear(width, 2 * width, bias=False)
-        self.down = nn.Linear(2 * width, width, bias=False)
-
-    def forward(self, x):
-        b, t, c = x.shape
-        y = self.norm_1(x)
-        q, k, v = (f(y).view(b, t, self.heads, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
-        attended = F.scaled_dot_product_attention(self.rotary(q), self.rotary(k), v, is_causal=True)
-        x = x + self.o(attended.transpose(1, 2).reshape(b, t, c))
-        y = self.norm_2(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
-
-
-class Rotary(nn.Module):
-    def __init__(self, width, longest):
-        super().__init__()
-        frequencies = 10000.0 ** (-torch.arange(0, width, 2) / width)
-        angles = torch.outer(torch.arange(longest), frequencies)
-        self.register_buffer("cos", torch.cat((angles.cos(), angles.cos()), -1), persistent=False)
-        self.register_buffer("sin", torch.cat((angles.sin(), angles.sin()), -1), persistent=False)
-
-    def forward(self, x):
-        first, second = x.chunk(2, -1)
-        t = x.shape[-2]
-        return x * self.cos[:t] + torch.cat((-second, first), -1) * self.sin[:t]
 
 
 class Classifier(nn.Module):
