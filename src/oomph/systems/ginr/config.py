@@ -1,76 +1,63 @@
 """The configuration of GINR; the presets are the report's model and the solutions that change it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Annotated
 
-from oomph.systems.config_checks import FieldChecks, checking
+from pydantic.dataclasses import dataclass
+
+from oomph.systems.config_checks import STRICT, Count, NotNegative, check_multiple, one_of, refuse, where
 from oomph.systems.ginr.model import GINR, MIXINGS
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class GINRConfig:
     """query_mixing: how the decoder's blocks mix positions, see Mixing; "self" is the report's.
     queries_per_step: number of random positions per training step (SCENT's remedy); None: all.
     query_chunk: positions decoded at a time, with the same outputs; not with "self", which mixes all of them.
     """
 
-    image_size: int = 32
-    patch_size: int = 2
-    channels: int = 3
-    dim: int = 256
-    num_latents: int = 256
-    encoder_depth: int = 1
-    d_state: int = 16
-    d_conv: int = 4
-    expand: int = 2
-    processor_depth: int = 2
-    feature_dim: int = 64
-    hidden_dim: int = 512
-    sigmas: tuple[float, ...] = (2.0, 8.0)  # one per scale; 16 is the highest frequency of 32 pixels
-    num_layers: int = 3
-    heads: int = 8
-    dim_head: int = 64
-    mult: int = 4
-    locality: float = 10.0
-    query_mixing: str = "self"
-    queries_per_step: int | None = None
-    query_chunk: int | None = None
+    image_size: Count = 32
+    patch_size: Count = 2
+    channels: Count = 3
+    dim: Count = 256
+    num_latents: Annotated[
+        Count,
+        where(lambda n: round(n**0.5) ** 2 == n, "give a square number: latents are placed on a grid"),
+    ] = 256
+    encoder_depth: Count = 1
+    d_state: Count = 16
+    d_conv: Count = 4
+    expand: Count = 2
+    processor_depth: Annotated[int, where(lambda n: n >= 0, "give a whole number >= 0")] = 2
+    feature_dim: Annotated[
+        Count, where(lambda n: n % 2 == 0, "give an even number: half are sines, half cosines")
+    ] = 64
+    hidden_dim: Count = 512
+    # One per scale; 16 is the highest frequency of 32 pixels.
+    sigmas: Annotated[
+        tuple[float, ...],
+        where(lambda each: each and min(each) > 0, "give one number > 0 for each scale"),
+    ] = (2.0, 8.0)
+    num_layers: Count = 3
+    heads: Count = 8
+    dim_head: Count = 64
+    mult: Count = 4
+    locality: NotNegative = 10.0
+    query_mixing: Annotated[str, one_of(MIXINGS)] = "self"
+    queries_per_step: Count | None = None
+    query_chunk: Count | None = None
 
     def __post_init__(self) -> None:
-        with checking(self) as check:
-            check.choice("query_mixing", MIXINGS)
-            check.integers(
-                *("image_size", "patch_size", "channels", "dim", "num_latents", "encoder_depth", "d_state"),
-                *("d_conv", "expand", "feature_dim", "hidden_dim", "num_layers", "heads", "dim_head", "mult"),
-            )
-            check.integers("processor_depth", minimum=0)
-            for name in ("queries_per_step", "query_chunk"):
-                if getattr(self, name) is not None:
-                    check.integers(name)
-            check.number("locality", 0)
-            check.multiple("image_size", "patch_size")
-            self._check_grids(check)
-            if not self.sigmas or not all(sigma > 0 for sigma in self.sigmas):
-                check.reject("sigmas", "give one number > 0 for each scale")
-            if self.query_chunk is not None and self.query_mixing == "self":
-                check.reject(
-                    "query_chunk",
-                    "with query_mixing='self' all positions attend to each other, so chunks would change the "
-                    "outputs; give queries_per_step, or another query_mixing",
-                )
-
-    def _check_grids(self, check: FieldChecks) -> None:
-        if check.valid("feature_dim") and self.feature_dim % 2:
-            check.reject("feature_dim", "give an even number: half are sines, half cosines")
-        if check.valid("num_latents") and round(self.num_latents**0.5) ** 2 != self.num_latents:
-            check.reject("num_latents", "give a square number: latents are placed on a grid")
-        queries = self.queries_per_step
-        if (
-            queries is not None
-            and check.valid("queries_per_step", "image_size")
-            and queries > self.image_size**2
-        ):
-            check.reject("queries_per_step", f"the image has {self.image_size**2} positions")
+        check_multiple(self, "image_size", of="patch_size")
+        positions = self.image_size**2
+        too_many = (self.queries_per_step or 0) > positions
+        refuse(too_many, "queries_per_step", f"the image has {positions} positions")
+        refuse(
+            self.query_chunk is not None and self.query_mixing == "self",
+            "query_chunk",
+            "with query_mixing='self' all positions attend to each other, so chunks would change the "
+            "outputs; give queries_per_step, or another query_mixing",
+        )
 
     @property
     def layer_num(self) -> int:

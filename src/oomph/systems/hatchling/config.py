@@ -1,16 +1,24 @@
 """The configuration of Hatchling and its presets: the report's two, and `tiny` for tests."""
 
-from dataclasses import dataclass
+from typing import Annotated, Literal
 
+from pydantic.dataclasses import dataclass
+
+from oomph.ops.delta_attention.api import MODES
 from oomph.systems.blocks import total_params
-from oomph.systems.config_checks import checking
+from oomph.systems.config_checks import (
+    STRICT,
+    Count,
+    NotNegative,
+    Probability,
+    check_multiple,
+    one_of,
+    where,
+)
 from oomph.systems.hatchling.model import Hatchling
 
-GATES = ("spiking", "kimi")
-MODES = ("auto", "chunked", "sequential", "scan")
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class HatchlingConfig:
     """gate: "spiking" (the report's) or "kimi" (the published KDA gate, without spikes and token drop).
     lam, theta, surrogate: decay, threshold and surrogate-gradient slope of the spiking neurons.
@@ -20,44 +28,32 @@ class HatchlingConfig:
     predictive_weight: of the auxiliary loss that predicts the next hidden state.
     """
 
-    vocab_size: int = 32_000
-    d_model: int = 512
-    n_layers: int = 16
-    n_heads: int = 8
-    n_kv_heads: int = 2
-    head_dim: int = 64
-    d_ff: int = 2048
-    gate: str = "spiking"
-    gate_rank: int = 256
-    lam: float = 0.92
-    theta: float = 0.35
-    surrogate: float = 9.0
-    token_drop: float = 0.25
-    token_drop_layers: tuple[int, int] = (4, 14)
-    attention_every: int = 4
-    kda_mode: str = "auto"
-    kda_memory_chunk_size: int | None = None
-    context_length: int = 1024
-    predictive_weight: float = 0.1
-    norm_eps: float = 1e-6
+    vocab_size: Count = 32_000
+    d_model: Count = 512
+    n_layers: Count = 16
+    n_heads: Count = 8
+    n_kv_heads: Count = 2
+    head_dim: Count = 64
+    d_ff: Count = 2048
+    gate: Literal["spiking", "kimi"] = "spiking"
+    gate_rank: Count = 256
+    lam: NotNegative = 0.92
+    theta: NotNegative = 0.35
+    surrogate: NotNegative = 9.0
+    token_drop: Probability = 0.25
+    token_drop_layers: Annotated[
+        tuple[int, int],
+        where(lambda ends: 0 <= ends[0] <= ends[1], "give the first and the last layer, 0 <= first <= last"),
+    ] = (4, 14)
+    attention_every: Count = 4
+    kda_mode: Annotated[str, one_of(MODES)] = "auto"
+    kda_memory_chunk_size: Count | None = None
+    context_length: Count = 1024
+    predictive_weight: NotNegative = 0.1
+    norm_eps: NotNegative = 1e-6
 
     def __post_init__(self) -> None:
-        with checking(self) as check:
-            check.integers(
-                *("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff"),
-                *("gate_rank", "attention_every", "context_length"),
-            )
-            check.multiple("n_heads", "n_kv_heads")
-            check.choice("gate", GATES)
-            check.choice("kda_mode", MODES)
-            if self.kda_memory_chunk_size is not None:
-                check.integers("kda_memory_chunk_size")
-            check.number("token_drop", 0, below=1)
-            for field in ("lam", "theta", "surrogate", "predictive_weight", "norm_eps"):
-                check.number(field, 0)
-            first, last = self.token_drop_layers
-            if not 0 <= first <= last:
-                check.reject("token_drop_layers", "give the first and the last layer, 0 <= first <= last")
+        check_multiple(self, "n_heads", of="n_kv_heads")
 
     def drops_tokens(self, layer: int) -> bool:
         return self.token_drop_layers[0] <= layer <= self.token_drop_layers[1]

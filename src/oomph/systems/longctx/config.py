@@ -3,57 +3,43 @@
 `4B` is the report's own shape; `0.6B`, `qwen3-4B` and `8B` are those of Qwen3; `tiny` is for tests.
 """
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic.dataclasses import dataclass
 
 from oomph.systems.blocks import total_params
-from oomph.systems.config_checks import checking, find_preset
+from oomph.systems.config_checks import STRICT, Count, NotNegative, check_multiple, find_preset, where
 from oomph.systems.longctx.model import LongContext
 
-ATTENTIONS = ("dense", "nsa")
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class LongContextConfig:
     """attention: "dense" or "nsa"; the nsa_ fields are those of oomph.nn.NativeSparseAttention."""
 
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int = 151_936
+    hidden_size: Count
+    num_layers: Count
+    num_heads: Count
+    num_kv_heads: Count
+    head_dim: Annotated[Count, where(lambda size: size % 2 == 0, "rotary embedding needs an even number")]
+    intermediate_size: Count
+    vocab_size: Count = 151_936
     tie_word_embeddings: bool = False
     qk_norm: bool = False
-    norm_eps: float = 1e-6
-    rope_theta: float = 1e4
-    attention: str = "dense"
-    nsa_block_size: int = 64
-    nsa_compress_block: int = 32
-    nsa_compress_stride: int = 16
-    nsa_top_n: int = 16
-    nsa_window: int = 512
+    norm_eps: NotNegative = 1e-6
+    rope_theta: Annotated[NotNegative, where(lambda theta: theta > 1, "give a number > 1, e.g. 10000")] = 1e4
+    attention: Literal["dense", "nsa"] = "dense"
+    nsa_block_size: Count = 64
+    nsa_compress_block: Count = 32
+    nsa_compress_stride: Count = 16
+    nsa_top_n: Count = 16
+    nsa_window: Count = 512
 
     def __post_init__(self) -> None:
-        with checking(self) as check:
-            check.integers(
-                *("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"),
-                *("vocab_size", "nsa_block_size", "nsa_compress_block", "nsa_compress_stride", "nsa_top_n"),
-                "nsa_window",
-            )
-            check.multiple("num_heads", "num_kv_heads")
-            if check.valid("head_dim") and self.head_dim % 2:
-                check.reject("head_dim", "rotary embedding needs an even number")
-            check.booleans("tie_word_embeddings", "qk_norm")
-            check.number("norm_eps", 0)
-            check.number("rope_theta", 0)
-            if check.valid("rope_theta") and self.rope_theta <= 1:
-                check.reject("rope_theta", "give a number > 1, e.g. 10000")
-            check.choice("attention", ATTENTIONS)
+        check_multiple(self, "num_heads", of="num_kv_heads")
 
     @classmethod
-    def of(cls, model_size: str, attention: str = "dense") -> "LongContextConfig":
+    def of(cls, model_size: str, attention: Literal["dense", "nsa"] = "dense") -> "LongContextConfig":
         """By the report's names: `of("4B", "nsa")`."""
         return replace(find_preset(PRESETS, model_size, "longctx"), attention=attention)
 

@@ -1,18 +1,20 @@
 """The configuration of NPT and its presets: the report's three, and `tiny` for tests."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
+from typing import Annotated, Literal
 
 import torch
+from pydantic.dataclasses import dataclass
 
-from oomph.systems.config_checks import checking
+from oomph.systems.config_checks import STRICT, Count, NotNegative, one_of, refuse
 from oomph.systems.npt.base_model import SHAPES, base_vocab_size, load_base
 from oomph.systems.npt.model import LayerChoice, NPComponent, NPTModel
 
 _PRECISIONS = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class NPTOptimization:
     """use_cpu_offload: the low-rank product is computed on the CPU, in training too; gradients reach A and B.
         It frees little, since no weight delta is formed.
@@ -21,20 +23,15 @@ class NPTOptimization:
     """
 
     use_cpu_offload: bool = False
-    mixed_precision: str = "bf16"
+    mixed_precision: Annotated[str, one_of(_PRECISIONS)] = "bf16"
     use_8bit: bool = False
-
-    def __post_init__(self) -> None:
-        with checking(self) as check:
-            check.booleans("use_cpu_offload", "use_8bit")
-            check.choice("mixed_precision", _PRECISIONS)
 
     @property
     def dtype(self) -> torch.dtype:
         return _PRECISIONS[self.mixed_precision]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class NPTConfig:
     """A frozen base model with some converted layers.
 
@@ -45,26 +42,19 @@ class NPTConfig:
         backward; "backward" leaves them to autograd, which stream="joint" needs.
     """
 
-    model_name: str = "llama-3.1-8b"  # one of SHAPES, with random weights
+    model_name: Annotated[str, one_of(SHAPES)] = "llama-3.1-8b"  # one of SHAPES, with random weights
     weights: str | None = None  # a local Hugging Face folder instead
     convert_layers: LayerChoice = "upper_half"
-    rank: int = 16
-    modulation_scale: float = 0.1
-    regularization: float = 0.01
-    stream: str = "teacher"
-    gradients: str = "forward"
+    rank: Count = 16
+    modulation_scale: NotNegative = 0.1
+    regularization: NotNegative = 0.01
+    stream: Literal["teacher", "student", "joint"] = "teacher"
+    gradients: Literal["forward", "backward"] = "forward"
     optimization: NPTOptimization = field(default_factory=NPTOptimization)
 
     def __post_init__(self) -> None:
-        with checking(self) as check:
-            check.choice("model_name", SHAPES)
-            check.choice("stream", ("teacher", "student", "joint"))
-            check.choice("gradients", ("forward", "backward"))
-            if self.stream == "joint" and self.gradients == "forward":
-                check.reject("gradients", "stream='joint' needs gradients='backward'")
-            check.integers("rank")
-            for name in ("modulation_scale", "regularization"):
-                check.number(name, 0)
+        wrong = self.stream == "joint" and self.gradients == "forward"
+        refuse(wrong, "gradients", "stream='joint' needs gradients='backward'")
 
     @property
     def vocab_size(self) -> int:

@@ -1,19 +1,29 @@
 """The configuration of Pythia-70M and its presets: `report` (report 001's model) and `pythia` (published)."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Annotated, Literal
 
 import torch
+from pydantic.dataclasses import dataclass
 
 from oomph.ops.softmax_attention import BlockPattern
 from oomph.systems.blocks import ACTIVATIONS, total_params
-from oomph.systems.config_checks import checking
+from oomph.systems.config_checks import (
+    STRICT,
+    Count,
+    NotNegative,
+    Probability,
+    check_multiple,
+    one_of,
+    refuse,
+)
 from oomph.systems.pythia.model import Pythia
 
 # window: neighbouring blocks on either side; stride: every stride-th block of keys.
 PATTERNS = {"local": {"window": 1}, "global": {"stride": 2}, "mixed": {"window": 1, "stride": 4}}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class PythiaConfig:
     """positions: "learned" (seq_len of them) or "rotary" (on `rotary_fraction` of each head; any length).
     sparse: a block pattern ("local", "global", "mixed"), or None. "local" equals dense attention up to two
@@ -21,40 +31,28 @@ class PythiaConfig:
     dropout: on the embeddings and the residual branches, not on attention weights.
     """
 
-    vocab_size: int = 10_000
-    seq_len: int = 128
-    hidden_size: int = 512
-    num_layers: int = 6
-    num_heads: int = 8
-    intermediate_size: int = 2048
-    positions: str = "learned"
-    rotary_fraction: float = 0.25
+    vocab_size: Count = 10_000
+    seq_len: Count = 128
+    hidden_size: Count = 512
+    num_layers: Count = 6
+    num_heads: Count = 8
+    intermediate_size: Count = 2048
+    positions: Literal["learned", "rotary"] = "learned"
+    rotary_fraction: NotNegative = 0.25
     parallel_residual: bool = False
-    activation: str = "relu"
+    activation: Annotated[str, one_of(ACTIVATIONS)] = "relu"
     attention_bias: bool = False
-    dropout: float = 0.1
-    norm_eps: float = 1e-5
-    sparse: str | None = None
-    block_size: int = 64
+    dropout: Probability = 0.1
+    norm_eps: NotNegative = 1e-5
+    sparse: Annotated[str, one_of(PATTERNS)] | None = None
+    block_size: Count = 64
 
     def __post_init__(self) -> None:
-        with checking(self) as check:
-            check.integers(
-                *("vocab_size", "seq_len", "hidden_size", "num_layers", "num_heads", "intermediate_size"),
-                "block_size",
-            )
-            check.multiple("hidden_size", "num_heads")
-            check.booleans("parallel_residual", "attention_bias")
-            check.choice("positions", ("learned", "rotary"))
-            check.choice("activation", tuple(ACTIVATIONS))
-            check.choice("sparse", (None, *PATTERNS))
-            check.number("dropout", 0, below=1)
-            check.number("norm_eps", 0)
-            check.number("rotary_fraction", 0)
-            if self.positions == "rotary" and check.valid("hidden_size", "num_heads", "rotary_fraction"):
-                turned = int(self.hidden_size // self.num_heads * self.rotary_fraction + 1e-6)
-                if not 0 < self.rotary_fraction <= 1 or turned < 2 or turned % 2:
-                    check.reject("rotary_fraction", "give a fraction of the head that is an even number >= 2")
+        check_multiple(self, "hidden_size", of="num_heads")
+        if self.positions == "rotary":
+            turned = int(self.hidden_size // self.num_heads * self.rotary_fraction + 1e-6)
+            wrong = not 0 < self.rotary_fraction <= 1 or turned < 2 or turned % 2 == 1
+            refuse(wrong, "rotary_fraction", "give a fraction of the head that is an even number >= 2")
 
     @property
     def pattern(self) -> BlockPattern | None:

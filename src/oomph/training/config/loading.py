@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -17,7 +17,6 @@ from pydantic import TypeAdapter, ValidationError
 from oomph.errors import UserError, warn_deprecated
 from oomph.records import FixUse
 from oomph.systems import SYSTEMS, System
-from oomph.systems.config_checks import InvalidConfig
 from oomph.training.config.sections import (
     RUN_CONFIG,
     SECTIONS,
@@ -26,7 +25,6 @@ from oomph.training.config.sections import (
     OptimizerConfig,
     OutputConfig,
     ParallelConfig,
-    Section,
     TrainConfig,
     TrainingConfig,
     is_run,
@@ -73,7 +71,7 @@ _NOT_CAPTURABLE = (
     *("activation_checkpointing", "activation_offloading"),
     *("optimizer_in_backward", "optimizer_cpu_offload", "set_to_none"),
 )
-AnySection = TypeVar("AnySection", bound=Section)
+AnySection = TypeVar("AnySection")
 
 
 class ConfigError(UserError):
@@ -188,13 +186,12 @@ def _find_system(values: Mapping[str, Any], problems: _Problems) -> System:
 
 
 class ConfigKeys:
-    """The keys of a system's config. model: dotted key below `model` -> its type."""
+    """The keys of a system's config."""
 
     def __init__(self, system: System) -> None:
         self.system = system
-        self.model = dict(_typed_fields(system.config))
         sections = [f"{name}.{key}" for name, section in SECTIONS.items() for key in section.model_fields]
-        self.all = (*_TOP, "model.preset", *(f"model.{key}" for key in self.model), *sections)
+        self.all = (*_TOP, "model.preset", *_fields_of(system.config, "model."), *sections)
 
     def find(self, key: str) -> str | None:
         """The key that `key` means: itself, an alias, or the one key with that last part.
@@ -267,15 +264,15 @@ def _merge(file: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, A
     return {**left, **overrides}
 
 
-def _typed_fields(config: type[Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+def _fields_of(config: type[Any], prefix: str) -> Iterable[str]:
     """Fields of a model's config dataclass; those of a dataclass inside it by dotted names."""
     hints = get_type_hints(config)
     for field in fields(config):
-        hint = hints[field.name]
-        if is_dataclass(hint) and isinstance(hint, type):
-            yield from _typed_fields(hint, f"{prefix}{field.name}.")
+        inner = hints[field.name]
+        if is_dataclass(inner) and isinstance(inner, type):
+            yield from _fields_of(inner, f"{prefix}{field.name}.")
         else:
-            yield f"{prefix}{field.name}", hint
+            yield f"{prefix}{field.name}"
 
 
 def _last(key: str) -> str:
@@ -291,7 +288,7 @@ def _build(name: str, keys: ConfigKeys, values: Mapping[str, Any], problems: _Pr
         return {key.removeprefix(start): value for key, value in values.items() if key.startswith(start)}
 
     def section(kind: type[AnySection], place: str) -> AnySection:
-        return _read_section(kind, below(place), place, problems)
+        return _read(kind(), below(place), place, problems)
 
     form = values.get("form", "model")
     if form not in (forms := keys.system.forms):
@@ -316,30 +313,54 @@ def _build(name: str, keys: ConfigKeys, values: Mapping[str, Any], problems: _Pr
     )
 
 
-def _read_section(
-    kind: type[AnySection], values: Mapping[str, Any], name: str, problems: _Problems
-) -> AnySection:
-    """The section; values with problems are at their defaults."""
-    good = dict(values)
-    for _ in range(2):  # the second time without what was refused
+def _read(base: AnySection, values: Mapping[str, Any], name: str, problems: _Problems) -> AnySection:
+    """A section, or a model's config, as `base` with these values; without those that have problems.
+
+    values: keys of a dataclass inside it are dotted.
+    """
+    kind = TypeAdapter(type(base))
+    known = kind.dump_python(base, mode="json")
+    good = dict(known)
+    for key, value in values.items():
+        field, dot, inner = key.partition(".")
+        good[field] = {**good[field], inner: value} if dot else value
+    for _ in range(3):  # without what was refused: first by itself, then together with others
         try:
             # As JSON: strict about numbers and strings, while a list may become a tuple.
-            return kind.model_validate_json(json.dumps(good, default=repr), strict=True)
+            return kind.validate_json(json.dumps(good, default=repr), strict=True)
         except ValidationError as error:
-            for one in error.errors(include_url=False):
-                place = one["loc"]
+            for place, found in _errors_by_place(error, good).items():
                 key = ".".join(map(str, (name, *place)))
-                if one["type"] == "missing":
+                if found[0]["type"] == "missing":
                     problems.add(key, "is missing")
-                elif one["type"] == "extra_forbidden":
-                    known = (CurriculumStage if len(place) > 1 else kind).model_fields
-                    close = nearest(str(place[-1]), known)
-                    hint = f"did you mean {close!r}?" if close else f"valid: {', '.join(known)}"
+                elif found[0]["type"] == "extra_forbidden":
+                    known_keys = CurriculumStage.model_fields  # keys of sections were looked up before
+                    close = nearest(str(place[-1]), known_keys)
+                    hint = f"did you mean {close!r}?" if close else f"valid: {', '.join(known_keys)}"
                     problems.add(key, f"is not a key; {hint}")
                 else:
-                    problems.refuse(key, one["input"], _advice([one]))
-                good.pop(str(place[0]), None)
-    return kind()
+                    problems.refuse(key, found[0]["input"], _advice(found))
+                good[place[0]] = known[place[0]]
+    return base
+
+
+def _errors_by_place(error: ValidationError, given: Any) -> dict[tuple[Any, ...], list[Any]]:
+    """Where they are in what was given; of a union, there is one for each of its types."""
+    found: dict[tuple[Any, ...], list[Any]] = {}
+    for one in error.errors(include_url=False):
+        place: tuple[Any, ...] = one["loc"]
+        if not place:  # of several fields
+            place = (one["ctx"]["field"],)
+            one = {**one, "input": given[place[0]], "msg": one["ctx"]["advice"]}  # type: ignore[assignment]
+        elif one["type"] != "missing":
+            value = given
+            for depth, part in enumerate(place):
+                if not (part in value if isinstance(value, dict) else isinstance(value, list)):
+                    place = place[:depth]
+                    break
+                value = value[part]
+        found.setdefault(place, []).append(one)
+    return found
 
 
 def _advice(errors: Iterable[Any]) -> str:
@@ -358,35 +379,8 @@ def _read_model(keys: ConfigKeys, values: Mapping[str, Any], problems: _Problems
         hint = f"did you mean {close!r}? " if close else ""
         problems.refuse("model.preset", name, f"{hint}{system.name} has {', '.join(system.presets)}")
         name = system.preset
-    right = {}
-    for key, hint in keys.model.items():
-        if key in values:
-            try:
-                text = json.dumps(values[key], default=repr)
-                right[key] = TypeAdapter(hint).validate_json(text, strict=True)
-            except ValidationError as error:
-                problems.refuse(f"model.{key}", values[key], _advice(error.errors(include_url=False)))
-    return name, _replace_fields(system.presets[name], right, "model", problems)
-
-
-def _replace_fields(config: Any, values: Mapping[str, Any], place: str, problems: _Problems) -> Any:
-    """`config` with new values, also in dataclasses inside it. Fields that it refuses stay as they were."""
-    own = {key: value for key, value in values.items() if "." not in key}
-    inner: dict[str, dict[str, Any]] = {}
-    for key, value in values.items():
-        field, dot, rest = key.partition(".")
-        if dot:
-            inner.setdefault(field, {})[rest] = value
-    for field, parts in inner.items():
-        own[field] = _replace_fields(getattr(config, field), parts, f"{place}.{field}", problems)
-    try:
-        return replace(config, **own)
-    except InvalidConfig as error:
-        for problem in error.problems:
-            problems.refuse(f"{place}.{problem.field}", problem.given, problem.advice)
-        refused = {problem.field for problem in error.problems}
-        right = {key: value for key, value in values.items() if key.partition(".")[0] not in refused}
-        return _replace_fields(config, right, place, problems) if len(right) < len(values) else config
+    given = {key: value for key, value in values.items() if key != "preset"}
+    return name, _read(system.presets[name], given, "model", problems)
 
 
 # ---------------------------------------------------------------------------- defaults and checks
