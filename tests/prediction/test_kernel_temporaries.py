@@ -1,6 +1,7 @@
 """Rules for what CUDA kernels allocate beside their results, against an H200 with torch 2.11."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -299,3 +300,37 @@ def test_linear_algebra_and_its_gradients_hold_what_was_measured(measured, funct
 
     found = oomph.predict(target, gpu="h200")
     assert found.peak.allocated / MiB == pytest.approx(measured, rel=0.005)
+
+
+def test_cudnn_copies_sequences_whose_channels_come_last_before_it_normalises_them():
+    """As measured in PatchTST, whose batch norms take transposed tensors."""
+
+    def target(transposed):
+        norm = torch.nn.BatchNorm1d(128).cuda()
+        x = torch.randn(*((512, 64, 128) if transposed else (512, 128, 64)), device="cuda")
+
+        def step():
+            out = norm(x.transpose(1, 2) if transposed else x)
+            assert out.is_contiguous()
+            out.backward(torch.ones_like(out))
+
+        return step
+
+    plain, copied = (oomph.predict(partial(target, transposed), gpu="h200") for transposed in (False, True))
+    assert copied.peak.allocated - plain.peak.allocated == 512 * 128 * 64 * 4
+
+
+def test_a_sum_inside_of_a_gradients_formula_is_a_new_tensor():
+    """var_mean's is the sum of two gradients; measured: four tensors of the input's size."""
+
+    def target():
+        x = torch.randn(64, 256, 1024, device="cuda", requires_grad=True)
+
+        def step():
+            found = torch.var_mean(x)
+            torch.autograd.backward(found, [torch.ones_like(each) for each in found])
+            x.grad = None
+
+        return step
+
+    assert oomph.predict(target, gpu="h200").peak.allocated / MiB == pytest.approx(4 * 64, rel=0.001)

@@ -118,6 +118,7 @@ def composites():
     heads = torch.randn(2, 4, 16, 8, device="cuda")
     F.scaled_dot_product_attention(heads, heads, heads)
     x.cumprod(0).sum().backward()
+    nn.BatchNorm1d(8).cuda()(x)
     sequence = torch.randn(4, 2, 8, device="cuda")
     packed = pack_padded_sequence(sequence, torch.tensor([4, 2]))
     for network in (nn.LSTM(8, 8), nn.GRU(8, 8), nn.RNN(8, 8), nn.RNN(8, 8, nonlinearity="relu")):

@@ -14,9 +14,9 @@ ever. One difference is left: a labelled tensor under an enabled `torch.autocast
 real CUDA tensor would not be. The op lists and policies are those of ATen/autocast_mode.h and
 ATen/autocast_mode.cpp.
 
-Linear, dropout, RMSNorm, softmax, attention and one_hot decompose differently on CUDA. They dissolve above
-the dispatch mode, so CUDA's path is taken at autograd's own key, for tensors of the fake GPU only. All other
-tensors take torch's own decomposition.
+Linear, dropout, batch norm, RMSNorm, softmax, attention and one_hot decompose differently on CUDA. They
+dissolve above the dispatch mode, so CUDA's path is taken at autograd's own key, for tensors of the fake GPU
+only. All other tensors take torch's own decomposition.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import torch
 from torch.utils.weak import TensorWeakRef
 
 from oomph.prediction.cuda.attention import attention_like_cuda
-from oomph.prediction.cuda.kernels import partial_sums
+from oomph.prediction.cuda.kernels import cudnn_normalises, partial_sums
 from oomph.prediction.cuda.rules import (
     COMPOSITES,
     BoundArguments,
@@ -56,6 +56,7 @@ from oomph.torch_internals import (
     dispatch_get_all_op_names,
     dispatch_has_kernel_for_dispatch_key,
     dispatch_tls_set_dispatch_key_included,
+    suggest_memory_format,
 )
 
 _KEY_SET = DispatchKeySet(AUTOCAST_CUDA)
@@ -446,6 +447,18 @@ def _linear(context: RuleContext, call: BoundArguments) -> Any:
     if bias is None or input.dim() <= 2 or input.is_contiguous():
         return NotImplemented
     return torch.matmul(input, weight.t()).add_(bias)
+
+
+@composite(aten.batch_norm.default)
+def _batch_norm(context: RuleContext, call: BoundArguments) -> Any:
+    """Its input is copied first, where cuDNN cannot read it as it is."""
+    input, weight, bias = call["input"], call["weight"], call["bias"]
+    if input.numel() == 0 or bias is None or not cudnn_normalises(input, weight, call["training"]):
+        return NotImplemented
+    wanted = suggest_memory_format(input)
+    if input.is_contiguous(memory_format=wanted):
+        return NotImplemented
+    return torch.batch_norm(**(dict(call) | {"input": input.contiguous(memory_format=wanted)}))
 
 
 @composite(aten.dropout.default)

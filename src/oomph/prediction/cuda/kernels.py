@@ -41,7 +41,7 @@ from oomph.prediction.cuda.rules import (
     temporaries,
 )
 from oomph.prediction.cuda.workspaces import in_memory_format
-from oomph.torch_internals import OpOverload
+from oomph.torch_internals import OpOverload, suggest_memory_format
 
 aten = torch.ops.aten
 
@@ -549,7 +549,22 @@ def _batch_norm(call: BoundArguments, gpu: GPU) -> list[int]:
 
 @temporaries(aten.native_batch_norm_backward.default)
 def _batch_norm_backward(call: BoundArguments, gpu: GPU) -> list[int]:
-    return _batch_norm_staging(call["input"], values=2)
+    input, grad = call["input"], call["grad_out"]
+    if call["train"] and cudnn_normalises(input, call["weight"], training=True):
+        ordered = grad.is_contiguous(memory_format=suggest_memory_format(input))
+        return [] if ordered else [grad.numel() * grad.element_size()]
+    return _batch_norm_staging(input, values=2)
+
+
+def cudnn_normalises(input: Tensor, weight: Tensor | None, training: bool) -> bool:
+    """Whether batch normalisation with a weight and a bias is cuDNN's (Normalization.cpp). It reads tensors
+    in their suggested memory format only; torch's own kernels read any strides."""
+    if weight is None or torch.bfloat16 in (input.dtype, weight.dtype) or not torch.backends.cudnn.enabled:
+        return False
+    if input.dtype == torch.float16 and weight.dtype != torch.float32:
+        return False
+    largest_batch = 880801 if training else 65535
+    return input.dim() >= 3 and input.size(0) <= largest_batch and input.numel() < 2**31 - 1
 
 
 def _batch_norm_staging(tensor: Tensor, values: int) -> list[int]:
