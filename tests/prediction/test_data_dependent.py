@@ -173,6 +173,8 @@ def test_positions_and_random_ids_are_in_their_range():
         assert F.one_hot(many[:2], 1000).shape == (2, 1024, 1000)
         assert torch.bincount(many.flatten()).shape == (1000,)
         assert 0.1 < len(many[many < 200]) / many.numel() < 0.3
+        order = torch.randn(1 << 33, device="cuda").sort().indices  # more than the host could hold
+        assert 0.4 < len(order[order < (1 << 32)]) / len(order) < 0.6
 
     notes_of(program)
 

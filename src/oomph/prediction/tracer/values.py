@@ -612,7 +612,7 @@ class Values:
             low = 0 if first is None else args[first]
             values = fractions.mul(args[last] - low).add_(low).floor_()
         elif func in _PERMUTATIONS:
-            values = torch.argsort(fractions)
+            values = torch.argsort(fractions) if whole else fractions.mul(out.numel()).floor_()
         elif func in _RANDOM_FLAGS:
             values = fractions.view(shape) < self._probability(func, args, whole)
         self.set(out, values.to(out.dtype).view(shape), whole=whole)
@@ -640,7 +640,11 @@ class Values:
         bound = source.numel() if dim is None else source.size(dim)
         chosen = out.size(dim) if dim is not None and out.dim() == source.dim() else 1
         small = _is_small(out)
-        values = torch.arange(out.numel() if small else min(_SAMPLE // chosen + 1, bound) * chosen)
+        if small:
+            values = torch.arange(out.numel())
+        else:
+            step = math.ceil(chosen / _SAMPLE)
+            values = torch.arange(0, min(_SAMPLE // chosen + 1, bound) * chosen, step)
         if self._assumptions.sizes == "most":
             row, choice = values // chosen, values % chosen
             values = torch.where(row % 8 == 0, row // 8, 0) * chosen + choice
