@@ -43,7 +43,7 @@ from oomph.prediction.tracer.fake_cuda import DEVICE, Patches
 from oomph.prediction.tracer.fast_path import VIEWS, FastPath, broadcasts_into, is_dense
 from oomph.prediction.tracer.placement import PlacementMode, without_cuda
 from oomph.prediction.tracer.sparse import CONVERSIONS, MAKES_SPARSE, SparseTensors
-from oomph.prediction.tracer.tracer import AllocationRecorder, Tracer
+from oomph.prediction.tracer.tracer import Tracer
 from oomph.prediction.tracer.values import OpCall, results_like_first_argument
 from oomph.prediction.tracer.work import KERNEL_OP, MODE_COST, tensors_in
 from oomph.torch_internals import (
@@ -146,7 +146,7 @@ class DispatchMode(TorchDispatchMode):
         self.fast_path = FastPath(tracer.fake_mode)
         self._traits: dict[int, _OpTraits] = {}  # by id: to hash an op takes long
         self._small_host_calls: set[tuple[int, str]] = set()  # with small results
-        self.gradient_reuse = GradientReuse(tracer.fake_mode, tracer.recorder)
+        self.gradient_reuse = GradientReuse(tracer)
         self._sparse = SparseTensors(tracer, self._run)
 
     @classmethod
@@ -773,15 +773,15 @@ class GradientReuse:
     follows from its reference counts, compared with those of a tensor that autograd alone holds.
     """
 
-    def __init__(self, mode: FakeTensorMode, recorder: AllocationRecorder) -> None:
-        self._recorder = recorder
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
         # The dispatch path adds references; how many depends on the torch release: measure a known case.
-        self._sole_owner_counts = _count_known_case(mode)
+        self._sole_owner_counts = _count_known_case(tracer.fake_mode)
 
     def writes_into_first(self, func: OpOverload, args: Sequence[Any]) -> bool:
         """Whether autograd would write the op's result into its first argument."""
         if func in _GRADIENT_SCATTERS:
-            allocation = self._recorder.allocation_of(args[0])
+            allocation = self._tracer.recorder.allocation_of(args[0])
             return allocation is not None and allocation.op in _ZEROS
         return func is aten.add.Tensor and self._is_sum_of_gradients(*args[:2])
 
@@ -793,7 +793,16 @@ class GradientReuse:
             return False
         if first.shape != second.shape or first.dtype != second.dtype:
             return False
-        return is_dense(first.shape, first.stride()) and _use_counts(first) == self._sole_owner_counts
+        if not is_dense(first.shape, first.stride()) or _use_counts(first) != self._sole_owner_counts:
+            return False
+        return not self._tracer.made_by_running_node(first) or _has_repeated_edge(current_autograd_node())
+
+
+def _has_repeated_edge(node: Any) -> bool:
+    """Whether a node has two gradients for one input of another, as x * x has. A sum of two tensors that any
+    other node has just made is a part of its formula."""
+    edges = [edge for edge in node.next_functions if edge[0] is not None]
+    return len(set(edges)) < len(edges)
 
 
 def _use_counts(tensor: torch.Tensor) -> tuple[int, int]:

@@ -424,6 +424,7 @@ class Tracer:
         # autograd sequence number -> line, module, stream, of the forward op
         self._origins: dict[int | None, tuple[Site | None, str, int]] = {}
         self._newest_node = -1
+        self._running_node: tuple[int | None, int] = (None, 0)  # its number, and its first allocation's id
         # What find_site gives during the op that is dispatched: () until it is known, None between ops.
         self.line: tuple[Site | None, bool] | tuple[()] | None = None
         self.embeddings: dict[tuple[str, int], int] = {}  # module, rows -> rows that indices reach
@@ -542,6 +543,12 @@ class Tracer:
             elif (origin := self._origins.get(running_sequence_nr())) is not None:
                 self._origins[newest] = origin  # of a graph that backward makes
 
+    def made_by_running_node(self, tensor: torch.Tensor) -> bool:
+        """Whether the node that autograd runs now made the tensor."""
+        allocation = self.recorder.allocation_of(tensor)
+        number, first = self._running_node
+        return allocation is not None and number == running_sequence_nr() and allocation.id >= first
+
     def _is_loss(self) -> bool:
         if self.modules.inside_loss:
             return True
@@ -565,7 +572,10 @@ class Tracer:
         path = self.modules.path
         compiled = site if isinstance(site, CompiledSite) else None
         if self.phase == "backward" and (at_engine or compiled):
-            origin = self._origins.get(running_sequence_nr())
+            number = running_sequence_nr()
+            if number != self._running_node[0]:
+                self._running_node = number, len(self.recorder.allocations)
+            origin = self._origins.get(number)
             if origin is not None:
                 site, path = origin[0], origin[1]
         if compiled:
