@@ -1,7 +1,7 @@
 """A frozen linear layer with a trained low-rank change of its weight per token."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,10 @@ from oomph.ops.modulation import (
 )
 
 
-class ModulatedLinear(nn.Module):
-    """y = h W + ((h A) * mod) B + bias: W and bias frozen, A [d, r] and B [r, f] trained, mod per token.
+class FrozenLinear(nn.Module):
+    """A weight W [d, f] and a bias that are not trained.
 
-    B is initialized to zero, so that the layer starts as the one it was made from; A is normal with standard
-    deviation 1 / sqrt(d). W shares the memory of the original layer, or is in 8 bits (`weight_values`,
-    `weight_scale`).
+    W shares the memory of the original layer, or is in 8 bits (`weight_values`, `weight_scale`).
     """
 
     weight: Tensor | None
@@ -32,17 +30,9 @@ class ModulatedLinear(nn.Module):
     weight_scale: Tensor | None
     bias: Tensor | None
 
-    def __init__(
-        self,
-        weight: Tensor | Int8Weight,
-        rank: int,
-        bias: Tensor | None = None,
-        *,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        """`weight` [d, f]; a transposed view is kept as such. `dtype` of A and B: default the weight's."""
+    def __init__(self, weight: Tensor | Int8Weight, bias: Tensor | None = None) -> None:
+        """A transposed view is kept as such."""
         super().__init__()
-        check_whole(rank=rank)
         if not isinstance(weight, Tensor | Int8Weight) or len(weight.shape) != 2:
             given = list(weight.shape) if isinstance(weight, Tensor) else f"a {type(weight).__name__}"
             raise ArgumentError(
@@ -50,40 +40,11 @@ class ModulatedLinear(nn.Module):
                 "(for a layer, use ModulatedLinear.from_linear)"
             )
         self.in_features, self.out_features = weight.shape
-        self.rank = rank
         base = (None, weight.values, weight.scale) if isinstance(weight, Int8Weight) else (weight, None, None)
         self.register_parameter("weight", _frozen(base[0]))
         self.register_buffer("weight_values", base[1])
         self.register_buffer("weight_scale", base[2])
         self.register_parameter("bias", _frozen(bias))
-        stored = weight.scale if isinstance(weight, Int8Weight) else weight
-        options: dict[str, Any] = {"device": weight.device, "dtype": dtype or stored.dtype}
-        self.A = nn.Parameter(torch.empty(self.in_features, rank, **options))
-        self.B = nn.Parameter(torch.empty(rank, self.out_features, **options))
-        self.reset_parameters()
-
-    @classmethod
-    def from_linear(cls, linear: nn.Module, rank: int, *, eight_bit: bool = False) -> "ModulatedLinear":
-        """From an nn.Linear, or a GPT-2 Conv1D, whose weight is transposed. `linear` itself is not changed.
-
-        The weight is shared with it, not copied; with `eight_bit` it is rounded to 8 bits and not shared.
-        """
-        weight = getattr(linear, "weight", None)
-        if not isinstance(weight, Tensor) or weight.dim() != 2:
-            raise ArgumentError(f"{_name(linear)} has no weight matrix; valid: nn.Linear, GPT-2's Conv1D")
-        if isinstance(linear, nn.Linear):
-            weight = weight.t()
-        elif not is_conv1d(linear):
-            raise ArgumentError(f"{_name(linear)} is not known; valid: nn.Linear, GPT-2's Conv1D")
-        weight = weight.detach()
-        base = quantize_int8(weight) if eight_bit else weight
-        bias = getattr(linear, "bias", None)
-        made = cls(base, rank, bias, dtype=weight.dtype)
-        return made.train(linear.training)
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.A, std=self.in_features**-0.5)
-        nn.init.zeros_(self.B)
 
     @property
     def base_weight(self) -> Tensor | Int8Weight:
@@ -93,6 +54,75 @@ class ModulatedLinear(nn.Module):
         assert self.weight_values is not None
         assert self.weight_scale is not None
         return Int8Weight(self.weight_values, self.weight_scale)
+
+    def extra_repr(self) -> str:
+        base = "8-bit" if self.weight is None else str(self.weight.dtype).removeprefix("torch.")
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, bias={self.bias is not None}, base={base}"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # Moving the module to bfloat16 must not round the scales: each multiplies a whole column of W.
+        exact = self.weight_scale
+        super()._apply(fn, recurse)
+        moved = self.weight_scale
+        if exact is not None and moved is not None and moved.dtype != exact.dtype:
+            keep = not exact.is_meta or moved.is_meta
+            self.weight_scale = exact.to(moved.device) if keep else torch.empty_like(moved, dtype=exact.dtype)
+        return self
+
+
+def weight_of(linear: nn.Module) -> Tensor:
+    """[d, f], of an nn.Linear, or of a GPT-2 Conv1D, whose weight is transposed."""
+    weight = getattr(linear, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 2:
+        raise ArgumentError(f"{_name(linear)} has no weight matrix; valid: nn.Linear, GPT-2's Conv1D")
+    if isinstance(linear, nn.Linear):
+        return weight.detach().t()
+    if not is_conv1d(linear):
+        raise ArgumentError(f"{_name(linear)} is not known; valid: nn.Linear, GPT-2's Conv1D")
+    return weight.detach()
+
+
+class ModulatedLinear(FrozenLinear):
+    """y = h W + ((h A) * mod) B + bias: W and bias frozen, A [d, r] and B [r, f] trained, mod per token.
+
+    B is initialized to zero, so that the layer starts as the one it was made from; A is normal with standard
+    deviation 1 / sqrt(d).
+    """
+
+    def __init__(
+        self,
+        weight: Tensor | Int8Weight,
+        rank: int,
+        bias: Tensor | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """`weight` [d, f]. `dtype` of A and B: default the weight's."""
+        check_whole(rank=rank)
+        super().__init__(weight, bias)
+        self.rank = rank
+        stored = weight.scale if isinstance(weight, Int8Weight) else weight
+        options: dict[str, Any] = {"device": weight.device, "dtype": dtype or stored.dtype}
+        self.A = nn.Parameter(torch.empty(self.in_features, rank, **options))
+        self.B = nn.Parameter(torch.empty(rank, self.out_features, **options))
+        self.reset_parameters()
+
+    @classmethod
+    def from_linear(cls, linear: nn.Module, rank: int, *, eight_bit: bool = False) -> "ModulatedLinear":
+        """From an nn.Linear or a GPT-2 Conv1D, which is not changed.
+
+        The weight is shared with it, not copied; with `eight_bit` it is rounded to 8 bits and not shared.
+        """
+        weight = weight_of(linear)
+        base = quantize_int8(weight) if eight_bit else weight
+        bias = getattr(linear, "bias", None)
+        made = cls(base, rank, bias, dtype=weight.dtype)
+        return made.train(linear.training)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.A, std=self.in_features**-0.5)
+        nn.init.zeros_(self.B)
 
     def forward(self, h: Tensor, mod: Tensor) -> Tensor:
         """h [..., d], mod [..., r] -> [..., f]."""
@@ -107,19 +137,7 @@ class ModulatedLinear(nn.Module):
         return weight_delta_norm(self.A, self.B, mod, squared=squared)
 
     def extra_repr(self) -> str:
-        base = "8-bit" if self.weight is None else str(self.weight.dtype).removeprefix("torch.")
-        parts = f"in_features={self.in_features}, out_features={self.out_features}, rank={self.rank}"
-        return f"{parts}, bias={self.bias is not None}, base={base}"
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ModulatedLinear":
-        # Moving the module to bfloat16 must not round the scales: each multiplies a whole column of W.
-        exact = self.weight_scale
-        super()._apply(fn, recurse)
-        moved = self.weight_scale
-        if exact is not None and moved is not None and moved.dtype != exact.dtype:
-            keep = not exact.is_meta or moved.is_meta
-            self.weight_scale = exact.to(moved.device) if keep else torch.empty_like(moved, dtype=exact.dtype)
-        return self
+        return f"{super().extra_repr()}, rank={self.rank}"
 
 
 def _frozen(tensor: Tensor | None) -> nn.Parameter | None:

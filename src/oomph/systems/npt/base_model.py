@@ -1,7 +1,7 @@
 """The frozen base model of an NPT: a known shape with random weights, or a local Hugging Face folder; and its
 linear layers, in the base model's dtype or in 8 bits."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oomph.errors import UserError
+from oomph.nn.modulated import FrozenLinear, weight_of
 from oomph.ops.common import matmul_dtype, no_autocast, no_compile
 from oomph.ops.modulation import Int8Weight, quantize_int8
 from oomph.ops.modulation.weights import add_times_weight, add_times_weight_transposed
@@ -154,41 +155,14 @@ class _Int8Linear(torch.autograd.Function):
         return grad_Nd.view(*g.shape[:-1], values.shape[0]), None, None, None
 
 
-class Int8Linear(nn.Module):
+class Int8Linear(FrozenLinear):
     """A frozen linear layer whose weight has 8 bits, with a float32 scale per output feature."""
 
-    weight_values: Tensor
-    weight_scale: Tensor
-    bias: Tensor | None
-
     def __init__(self, linear: nn.Module) -> None:
-        """From an nn.Linear, whose weight is [f, d], or GPT-2's Conv1D, whose weight is [d, f]."""
-        super().__init__()
-        weight = linear.weight
-        assert isinstance(weight, Tensor)
-        weight_df = weight.detach().t() if isinstance(linear, nn.Linear) else weight.detach()
-        quantised = quantize_int8(weight_df)
-        self.in_features, self.out_features = weight_df.shape
-        self.register_buffer("weight_values", quantised.values)
-        self.register_buffer("weight_scale", quantised.scale)
-        bias = linear.bias
-        frozen = nn.Parameter(bias.detach(), requires_grad=False) if isinstance(bias, Tensor) else None
-        self.register_parameter("bias", frozen)
+        super().__init__(quantize_int8(weight_of(linear)), getattr(linear, "bias", None))
 
     def forward(self, h: Tensor) -> Tensor:
-        return frozen_linear(h, Int8Weight(self.weight_values, self.weight_scale), self.bias)
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, base=8-bit"
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Int8Linear":
-        # `.to(dtype)` must not round the scales: they only follow the module's device.
-        exact = self.weight_scale
-        super()._apply(fn, recurse)
-        device = self.weight_scale.device
-        meta_to_real = exact.is_meta and device.type != "meta"
-        self.weight_scale = torch.empty_like(exact, device=device) if meta_to_real else exact.to(device)
-        return self
+        return frozen_linear(h, self.base_weight, self.bias)
 
 
 def is_linear(module: nn.Module) -> bool:
