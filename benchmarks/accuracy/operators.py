@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import gc
 import io
 import itertools
 import multiprocessing
@@ -71,6 +72,7 @@ def target(op: Any, index: int, dtype: torch.dtype) -> Callable[[], Callable[[],
             for tensor in tensors(sample):
                 tensor.grad = None
 
+        gc.collect()  # what the generator of samples leaves in reference cycles
         return step
 
     return build

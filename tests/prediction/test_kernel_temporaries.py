@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import oomph
 import oomph.prediction.cuda
@@ -334,3 +335,49 @@ def test_a_sum_inside_of_a_gradients_formula_is_a_new_tensor():
         return step
 
     assert oomph.predict(target, gpu="h200").peak.allocated / MiB == pytest.approx(4 * 64, rel=0.001)
+
+
+# KiB allocated in a step of forward and `backward(ones_like)`, measured.
+@pytest.mark.parametrize(
+    ("measured", "function", "shape", "dtype"),
+    [
+        (131_129, torch.nn.GroupNorm(32, 256, dtype=bf16), (16, 256, 64, 64), bf16),
+        (283_141, lambda x: torch.nn.BatchNorm1d(128).cuda()(x.transpose(1, 2)), (896, 63, 128), bf16),
+        (81_923, lambda x: F.binary_cross_entropy_with_logits(x * 1, torch.rand_like(x)), (4096, 1024), f32),
+        (4_116.5, lambda x: F.soft_margin_loss(x, torch.ones_like(x)), (56, 56, 56), f32),
+        (2_026, F.logsigmoid, (360, 360), f32),
+        (183_790, F.pdist, (360, 360), f32),
+    ],
+    ids=["group norm", "batch norm of any strides", "BCE with logits", "soft margin", "log sigmoid", "pdist"],
+)
+def test_normalisations_and_losses_hold_what_was_measured(measured, function, shape, dtype):
+    def target():
+        x = torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True)
+        apply = function.cuda() if isinstance(function, torch.nn.Module) else function
+
+        def step():
+            out = apply(x)
+            out.backward(torch.ones_like(out))
+            x.grad = None
+
+        return step
+
+    found = oomph.predict(target, gpu="h200").steps[-1]
+    assert found.allocated / 1024 == pytest.approx(measured, rel=0.001)
+
+
+def test_an_op_that_torch_fakes_by_a_cpu_kernel_keeps_a_type_which_that_lacks():
+    def target():
+        scores = torch.randn(640, 360, device="cuda", dtype=bf16, requires_grad=True)
+        labels = torch.zeros(640, device="cuda", dtype=i64)
+
+        def step():
+            loss = F.multi_margin_loss(scores, labels)
+            assert loss.dtype is bf16
+            loss.backward()
+            scores.grad = None
+
+        return step
+
+    measured = 956_928
+    assert oomph.predict(target, gpu="h200").steps[-1].allocated == pytest.approx(measured, rel=0.04)

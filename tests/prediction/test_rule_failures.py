@@ -96,6 +96,8 @@ def results_of_kernels():
     F.conv2d(image, torch.randn(4, 4, 3, 3, device="cuda")).sum().backward()
     target = torch.rand(4, 8, device="cuda")
     F.mse_loss(x, target), F.smooth_l1_loss(x, target), F.binary_cross_entropy(x.sigmoid(), target)
+    F.soft_margin_loss(x, target), F.logsigmoid(x), F.batch_norm(x, None, None, training=True)
+    F.group_norm(x, 2).sum().backward()
     F.fold(F.unfold(image, 3), (8, 8), 3)
     nn.EmbeddingBag(8, 8).cuda()(torch.zeros(2, 3, dtype=torch.long, device="cuda"))
     pack_padded_sequence(torch.randn(4, 2, 8, device="cuda"), torch.tensor([4, 2]))

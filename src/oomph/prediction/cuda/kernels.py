@@ -381,11 +381,13 @@ def _norms(call: BoundArguments, gpu: GPU) -> list[int]:
     return [len(tensors) * chunks * max(4, tensors[0].dtype.itemsize)] if chunks else []
 
 
+_WELFORD = 16  # bytes: mean, sum of squares, and the count twice (as an int and as a float)
+
+
 @temporaries(aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction)
 def _variance(call: BoundArguments, gpu: GPU) -> list[int]:
-    """Welford: mean, sum of squares, and the count twice (as an int and as a float)."""
     tensor = call["self"]
-    welford = 32 if tensor.dtype == torch.float64 else 16
+    welford = 2 * _WELFORD if tensor.dtype == torch.float64 else _WELFORD
     return _reduce(tensor, _dims(call), gpu, accumulator=welford, input_vector=2)
 
 
@@ -544,7 +546,16 @@ def _group_norm_backward(call: BoundArguments, gpu: GPU) -> list[int]:
 @temporaries(aten.native_batch_norm.default)
 def _batch_norm(call: BoundArguments, gpu: GPU) -> list[int]:
     """Mean, variance and two counters of each block of rows, and a semaphore for each block of channels."""
-    return _batch_norm_staging(call["input"], values=4)
+    input = call["input"]
+    if not call["training"] or cudnn_normalises(input, call["weight"], training=True):
+        return []
+    if input.is_contiguous() or _channels_are_last(input):
+        return _batch_norm_staging(input, values=4)
+    # Any other strides: the mean and variance of a float32 copy that keeps them.
+    copy = input.numel() * 4 if input.element_size() < 4 else 0
+    dims = [dim for dim in range(input.dim()) if dim != 1]
+    reduced = input.shape, input.stride(), dims, torch.float32
+    return [copy, *reduction_buffers(*reduced, gpu, accumulator=_WELFORD, input_vector=2)]
 
 
 @temporaries(aten.native_batch_norm_backward.default)
@@ -554,6 +565,12 @@ def _batch_norm_backward(call: BoundArguments, gpu: GPU) -> list[int]:
         ordered = grad.is_contiguous(memory_format=suggest_memory_format(input))
         return [] if ordered else [grad.numel() * grad.element_size()]
     return _batch_norm_staging(input, values=2)
+
+
+@cuda_kernel(aten.native_batch_norm.default)
+def _batch_norm_results(fake: Fake, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    out, *kept = fake(func, args, kwargs)
+    return out, *(_in_dtype(fake, each, torch.float32) if each.dtype in _HALF else each for each in kept)
 
 
 def cudnn_normalises(input: Tensor, weight: Tensor | None, training: bool) -> bool:
@@ -569,9 +586,10 @@ def cudnn_normalises(input: Tensor, weight: Tensor | None, training: bool) -> bo
 
 def _batch_norm_staging(tensor: Tensor, values: int) -> list[int]:
     """Rows are shared out over blocks where the channels lie next to each other, as in [N, C]."""
-    if tensor.dim() != 2 or not tensor.is_contiguous():
+    if not _channels_are_last(tensor):
         return []
-    rows, channels = tensor.shape
+    channels = tensor.size(1)
+    rows = tensor.numel() // channels
     across = min(32, 1 << (channels.bit_length() - 1))
     down = min(1 << (math.ceil(rows / 16).bit_length() - 1), 512 // across)
     blocks = min(math.ceil(rows / (down * 16)), 128)
@@ -580,17 +598,41 @@ def _batch_norm_staging(tensor: Tensor, values: int) -> list[int]:
     return [values * channels * blocks * 4, math.ceil(channels / across) * 4]
 
 
+def _channels_are_last(tensor: Tensor) -> bool:
+    if tensor.dim() == 2:
+        return tensor.is_contiguous()
+    return suggest_memory_format(tensor) is not torch.contiguous_format
+
+
 @cuda_kernel(aten.native_layer_norm.default, aten.native_group_norm.default)
 def _normalisation(fake: Fake, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """CUDA's result is contiguous, and the mean and 1/std of half-precision inputs are kept in float32; the
-    CPU's follow the input in both."""
-    out, mean, rstd = fake(func, args, kwargs)
+    """CUDA's result is contiguous. Layer norm keeps mean and 1/std of half-precision inputs in float32, group
+    norm in the weight's type; the CPU's follow the input in all."""
+    out, *kept = fake(func, args, kwargs)
+    wanted = kept[0].dtype
+    if func is aten.native_layer_norm.default and wanted in _HALF:
+        wanted = torch.float32
+    elif func is aten.native_group_norm.default:
+        given = [each for each in args[:2] if each is not None]
+        wanted = given[-1].dtype
     out = in_memory_format(fake, out, torch.contiguous_format)
-    if mean.dtype in (torch.bfloat16, torch.float16):
-        mean, rstd = (
-            fake(aten.empty_like.default, (kept,), {"dtype": torch.float32}) for kept in (mean, rstd)
-        )
-    return out, mean, rstd
+    return out, *(_in_dtype(fake, each, wanted) for each in kept)
+
+
+@cuda_kernel(aten.native_group_norm_backward.default)
+def _group_norm_gradients(fake: Fake, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """In the types of what they are for; the fake kernel's come from all inputs'."""
+    call = bind(func, args, kwargs)
+    input, weight = call["input"], call["weight"]
+    sources = input, weight, weight
+    return tuple(
+        made if made is None or source is None else _in_dtype(fake, made, source.dtype)
+        for made, source in zip(fake(func, args, kwargs), sources, strict=True)
+    )
+
+
+def _in_dtype(fake: Fake, tensor: Any, dtype: torch.dtype) -> Any:
+    return tensor if tensor.dtype == dtype else fake(aten.empty_like.default, (tensor,), {"dtype": dtype})
 
 
 # Softmax and roll read their input contiguously: a strided one is copied first.
@@ -620,9 +662,9 @@ def _log_softmax_backward(call: BoundArguments, gpu: GPU) -> list[int]:
     return [contiguous_copy_bytes(call["grad_output"]), contiguous_copy_bytes(call["output"])]
 
 
-# Results that CUDA makes large and then shrinks: they look small, and hold their first storage. mse and
-# smooth_l1 take one element per element of the input until the mean is written, fold and unfold are as large
-# as the input first.
+# Results that CUDA makes large and then shrinks: they look small, and hold their first storage. These losses
+# take one element per element of the input until the mean is written, fold and unfold are as large as the
+# input first.
 
 _NO_REDUCTION = 0
 
@@ -633,7 +675,8 @@ def _shrunk(fake: Fake, elements: int, shape: Sequence[int], dtype: torch.dtype)
     return fake(aten.resize_.default, (whole, list(shape)), {})
 
 
-@cuda_kernel(aten.mse_loss.default, aten.smooth_l1_loss.default, aten.binary_cross_entropy.default)
+@cuda_kernel(aten.mse_loss.default, aten.smooth_l1_loss.default)
+@cuda_kernel(aten.binary_cross_entropy.default, aten.soft_margin_loss.default)
 def _loss(fake: Fake, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     call = bind(func, args, kwargs)
     if call["reduction"] == _NO_REDUCTION:
@@ -668,12 +711,46 @@ def _loss_of_every_element(call: BoundArguments, gpu: GPU) -> list[int]:
     return [math.prod(shape) * dtype.itemsize, *_reduced(call, gpu)]
 
 
-@temporaries(aten.binary_cross_entropy.default)
+@temporaries(aten.binary_cross_entropy.default, aten.soft_margin_loss.default)
 def _cross_entropy(call: BoundArguments, gpu: GPU) -> list[int]:
     """Written into the result itself, whose mean then replaces it."""
     if call["reduction"] == _NO_REDUCTION:
         return []
     return [call["self"].element_size(), *_reduced(call, gpu)]
+
+
+@temporaries(aten.binary_cross_entropy_with_logits.default)
+def _cross_entropy_with_logits(call: BoundArguments, gpu: GPU) -> list[int]:
+    """log(sigmoid(x)), 1 - target, which becomes the loss, and the factors of the positive targets."""
+    shape, dtype = _elementwise(call)
+    whole = math.prod(shape) * dtype.itemsize
+    loss = [whole, *_reduced(call, gpu)] if call["reduction"] != _NO_REDUCTION else []
+    factors = call["pos_weight"]
+    if factors is None:
+        return [whole, *loss]
+    return [whole, factors.numel() * dtype.itemsize, whole, -factors.numel() * dtype.itemsize, -whole, *loss]
+
+
+@temporaries(aten.soft_margin_loss_backward.default)
+def _soft_margin_loss_backward(call: BoundArguments, gpu: GPU) -> list[int]:
+    """-target, -target * x and its exponential; two of them at a time."""
+    shape, dtype = _elementwise(call)
+    whole = math.prod(shape) * dtype.itemsize
+    return [whole, whole, -whole, whole]
+
+
+@cuda_kernel(aten.log_sigmoid_forward.default)
+def _log_sigmoid(fake: Fake, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """CUDA needs no buffer for the gradient."""
+    out, _ = fake(func, args, kwargs)
+    return out, fake(aten.new_empty.default, (out, [0]), {})
+
+
+@temporaries(aten._pdist_backward.default)
+def _distances_backward(call: BoundArguments, gpu: GPU) -> list[int]:
+    """Each pair's part of both gradients."""
+    rows = call["self"]
+    return [(rows.size(0) - 1) * rows.numel() * rows.element_size()]
 
 
 # --------------------------------------------------------------------------- sorts, scans, look-ups, scatters

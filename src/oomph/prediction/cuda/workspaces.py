@@ -105,6 +105,8 @@ class CublasWorkspaces:
         batched = func in _CUBLAS_OPS_IF_BATCHED and args[0].dim() > 2
         if not (looped or batched or func in _CUBLAS_OPS or func in _PRODUCTS_IN_WIDER_DTYPE):
             return
+        if any(isinstance(arg, torch.Tensor) and not arg.numel() for arg in args):
+            return  # nothing to multiply
         self._hold("cublas workspace", cublas_workspace_bytes(self._tracer.gpu.capability))
         if func in (aten.addmm.default, aten._addmm_activation.default) and _adds_bias_in_epilogue(*args[:3]):
             self._hold("cublasLt workspace", _CUBLASLT_BYTES)

@@ -624,11 +624,25 @@ class DispatchMode(TorchDispatchMode):
         except DynamicOutputShapeException:
             pass
         except Exception as error:
+            if isinstance(error, NotImplementedError) and str(error).endswith(_LACKS_HALF):
+                return self._faked_in_float32(func, args, kwargs)
             raise program_error(error)  # noqa: B904 (the same exception)
         self.tracer.reads += 1
         rule = partial(self.tracer.estimates.data_dependent_result, self._fake, func, args, kwargs)
         general = partial(results_like_first_argument, self._fake, func, args)
         return self.tracer.guard.call("results", func, rule, general)
+
+    def _faked_in_float32(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Torch fakes some ops by the CPU's kernel, which may lack a type that CUDA's has."""
+        half = next(tensor.dtype for tensor in tensors_in(args, kwargs) if tensor.dtype in _HALF)
+
+        def cast(to: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.dtype not in (torch.float32, *_HALF):
+                return tensor
+            return self._fake(aten._to_copy.default, (tensor,), {"dtype": to})
+
+        args, kwargs = tree_map_only(torch.Tensor, partial(cast, torch.float32), (args, kwargs))
+        return tree_map_only(torch.Tensor, partial(cast, half), self._fake(func, args, kwargs))
 
     def _general_results(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """In place of a CUDA kernel's rule: the CPU's results, or else results like the first tensor."""
@@ -762,6 +776,8 @@ _GRADIENT_SCATTERS = aten_ops("""
     scatter.src scatter.value scatter_add.default index_put.default index_add.default
     masked_scatter.default
 """)
+_HALF = (torch.float16, torch.bfloat16)
+_LACKS_HALF = tuple(f"not implemented for '{name}'" for name in ("Half", "BFloat16"))
 _ZEROS = {"aten.new_zeros", "aten.zeros", "aten.zeros_like"}
 
 
