@@ -281,6 +281,9 @@ def _backward(call: BoundArguments, gpu: GPU) -> list[Temporary]:
 def _workspace(found: _Convolution, kind: Pass, gpu: GPU) -> int:
     if not found.input.bytes or not found.output.bytes:  # torch does not call cuDNN
         return 0
+    if not torch.backends.cudnn.enabled:  # torch's own kernels: the columns of one sample (im2col)
+        columns = found.input.channels // found.groups * found.kernel * found.output.plane * found.item
+        return 0 if found.is_product or found.depthwise else columns
     if found.depthwise:
         return _depthwise(found, kind)
     if _is_like_measured(found) and not found.is_product:
@@ -690,6 +693,8 @@ class RecurrentCall:
 
 def _recurrent(cell: str) -> CompositeRule:
     def run(context: RuleContext, given: BoundArguments) -> Any:
+        if not torch.backends.cudnn.enabled:
+            return NotImplemented
         input = given["input"] if "input" in given else given["data"]
         hidden = list(given["hx"]) if cell == "lstm" else [given["hx"]]
         if torch.is_autocast_enabled("cuda"):  # always to half, whatever autocast's own type is
