@@ -352,6 +352,20 @@ def test_a_check_that_fails_is_passed_every_time():
     assert "ValueError: positive" in assumed.text
 
 
+def test_two_checks_that_fail_are_both_passed():
+    def program():
+        x = torch.randn(1 << 20, device="cuda", requires_grad=True)
+        if x.sum() > 0:
+            raise ValueError("positive")
+        if x.prod() > 0:
+            raise ValueError("also positive")
+        x.sum().backward()
+
+    first, second = oomph.predict(program).assumptions
+    assert "ValueError: positive" in first.text
+    assert "ValueError: also positive" in second.text
+
+
 def test_a_failure_with_both_answers_is_reported_after_the_guesses():
     def program():
         x = torch.randn(8, device="cuda")

@@ -38,7 +38,7 @@ from oomph.prediction.tracer.batch_sizes import BatchSizes, Sizes
 from oomph.prediction.tracer.dispatch import WrongDevice
 from oomph.prediction.tracer.session import tracing
 from oomph.prediction.tracer.tracer import OpLog, Tracer
-from oomph.prediction.tracer.values import Assumptions, assuming
+from oomph.prediction.tracer.values import Assumptions, ConditionKey, assuming
 from oomph.prediction.tracer.work import RELEASE_SECONDS, step_work
 from oomph.records import (
     CUDNN_SEARCH,
@@ -66,6 +66,7 @@ DEFAULT_GPU = "h200"  # whose CUDA paths are assumed when no GPU is named: the o
 _CONDITIONS_SHOWN = 5
 _MOST = 3.0  # times the typical number of elements, where it depends on values; also of the peak
 _MOST_OF_EACH = 1.5  # where such sizes multiply each other
+_MOST_CONDITIONS = 4  # that get the other answer because the program fails after them
 # Of a communicator of NCCL, estimated and not measured: 16 channels with two connections, each with a
 # buffer of 4 MiB (NCCL_BUFFSIZE) and about 1 MiB for other protocols.
 _NCCL_COMMUNICATOR = 16 * 2 * 5 * MiB
@@ -149,29 +150,34 @@ def predict_isolated(
 ) -> Prediction:
     """`function` predicts in a child process; in fresh ones again where the outcome depends on a guess.
 
-    If the program fails after a condition on unknown values, that condition gets the other answer. If sizes
-    depend on values, the interval is found with the most and with the fewest elements.
+    If the program fails after conditions on unknown values, they get the other answer, one after the other.
+    If sizes depend on values, the interval is found with the most and with the fewest elements.
     """
     if is_isolated():
         return function(progress)
     began = time.perf_counter()
     assumed = Assumptions()
-    try:
-        prediction = run_isolated(function, progress, allow)
-    except ProgramError as error:
-        if error.last_condition is None:
-            raise
-        assumed = Assumptions(frozenset({error.last_condition}))
+    failed: dict[ConditionKey, OomphError] = {}
+    while True:
         try:
             with assuming(assumed):
                 prediction = run_isolated(function, progress, allow)
-        except OomphError:
-            raise error from None
-        file, line, _ = error.last_condition
-        failure = str(error).split("\n")[0]
-        text = f"a condition on values has the answer with which the program does not fail ({failure})"
-        note = Note(text, Site(file, line, ""))
-        prediction = replace(prediction, assumptions=(note, *prediction.assumptions))
+            break
+        except OomphError as error:
+            first = next(iter(failed.values()), error)
+            last = error.last_condition if isinstance(error, ProgramError) else None
+            if last is None or last in failed or len(failed) == _MOST_CONDITIONS:
+                if first is error:
+                    raise
+                raise first from None
+            failed[last] = error
+            assumed = Assumptions(frozenset(failed))
+    notes = []
+    for (file, line, _), failure in failed.items():
+        text = str(failure).split("\n")[0]
+        text = f"a condition on values has the answer with which the program does not fail ({text})"
+        notes.append(Note(text, Site(file, line, "")))
+    prediction = replace(prediction, assumptions=(*notes, *prediction.assumptions))
     if prediction.interval is None or prediction.interval.low != prediction.interval.high:
         return prediction
 
