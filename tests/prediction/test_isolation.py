@@ -61,7 +61,7 @@ PROGRAMS = {
     "multiprocessing spawn": "refused(lambda: multiprocessing.get_context('spawn').Process(target=print).start())",
     "locks for spawn": "multiprocessing.get_context('spawn').Value('i', 0).value += 1",
     "tensors of a forked process": "q = torch.multiprocessing.get_context('fork').Queue(); p = torch.multiprocessing.get_context('fork').Process(target=lambda: (q.put(torch.ones(4)), q.get())); p.start(); assert q.get(timeout=60).tolist() == [1.0] * 4; q.put(0); p.join()",
-    "options of queries": "refused(lambda: subprocess.run(['git', 'log', '--output=log.txt'])); refused(lambda: os.system('hostname x'))",
+    "options of queries": "refused(lambda: subprocess.run(['git', 'log', '--output=log.txt'])); assert os.system('hostname x')",
     "hard link": "os.link('log.txt', 'link'); assert open('link').read() == 'one line\\n'",
     "makedirs": "os.makedirs('x/y/z', exist_ok=True); assert os.path.isdir('x/y/z')",
     "walk and remove": "[os.remove(os.path.join(r, f)) for r, _, fs in os.walk('deep') for f in fs]",
@@ -85,7 +85,7 @@ PROGRAMS = {
     "open file of the caller": "caller.write('x'); caller.flush()",
     "chdir": "os.chdir('old'); open('a.bin', 'w').write('x'); os.remove('b.bin'); assert os.listdir('.') == ['a.bin']",
     "subprocess": "refused(lambda: subprocess.run(['rm', 'log.txt']))",
-    "os.system": "refused(lambda: os.system('rm log.txt'))",
+    "os.system": "assert os.waitstatus_to_exitcode(os.system('rm log.txt')) == 127 and os.path.exists('log.txt')",
     "below Python": "refused(lambda: posix.unlink('log.txt'))",
     "C library": "ctypes.CDLL(None).unlink(b'log.txt'); assert os.path.exists('log.txt')",
 }

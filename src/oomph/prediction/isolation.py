@@ -471,6 +471,7 @@ def _isolate(scratch: str, allow: Collection[str]) -> None:
     _replace_mpi()
     if "subprocesses" not in allow:
         multiprocessing.util.spawnv_passfds = _refuse_spawn  # it raises no audit event
+        _fail_shell_commands()
         _make_locks_for_forks()
         file_overlay.forbid_writes_outside((scratch, "/dev", "/proc/self"))
 
@@ -513,6 +514,20 @@ def _refuse_spawn(path: Any, args: Any, passfds: Any) -> NoReturn:
         "a predicted program cannot spawn Python processes (--allow-subprocesses permits it); "
         "use the fork start method of multiprocessing"
     )
+
+
+def _fail_shell_commands() -> None:
+    """os.system raises nothing where a command fails: programs that copy their sources with it go on."""
+    system = os.system
+
+    def fail(command: Any) -> int:
+        try:
+            return system(command)
+        except Refused as error:
+            print(f"oomph: {error}", file=sys.stderr)
+            return 127 << 8  # as a shell that does not find the command
+
+    os.system = fail
 
 
 def _use_one_thread() -> None:
