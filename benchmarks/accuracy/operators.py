@@ -119,6 +119,8 @@ def predict_row(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def serve(function: Function, work: list[Any], pipe: Any) -> None:
+    database("small")
+    gc.freeze()  # the database's own objects need not be visited by each collection
     for item in work:
         try:
             with contextlib.redirect_stderr(io.StringIO()):

@@ -66,8 +66,9 @@ _CUBLAS_OPS_IF_BATCHED = aten_ops("_linalg_slogdet.default _linalg_det.default l
 _PRODUCTS_IN_WIDER_DTYPE = aten_ops("""
     mm.dtype mm.dtype_out addmm.dtype addmm.dtype_out bmm.dtype bmm.dtype_out baddbmm.dtype baddbmm.dtype_out
 """)
-CUBLAS_OPS = {
-    *(_CUBLAS_OPS | _CUBLAS_OPS_IF_BATCHED | _PRODUCTS_IN_WIDER_DTYPE),
+_CONVOLUTIONS = aten_ops("convolution.default convolution_backward.default")
+CALLS_CUBLAS = {
+    *(_CUBLAS_OPS | _CUBLAS_OPS_IF_BATCHED | _PRODUCTS_IN_WIDER_DTYPE | _CONVOLUTIONS),
     aten._grouped_mm.default,
 }  # or some of their calls
 # cublasLt's own, beside cuBLAS's: the default of CUBLASLT_WORKSPACE_SIZE, as measured on an H200.
@@ -103,7 +104,9 @@ class CublasWorkspaces:
         """The workspaces that the op is the first of its thread and stream to need."""
         looped = func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16
         batched = func in _CUBLAS_OPS_IF_BATCHED and args[0].dim() > 2
-        if not (looped or batched or func in _CUBLAS_OPS or func in _PRODUCTS_IN_WIDER_DTYPE):
+        without_cudnn = func in _CONVOLUTIONS and not torch.backends.cudnn.enabled
+        always = func in _CUBLAS_OPS or func in _PRODUCTS_IN_WIDER_DTYPE
+        if not (looped or batched or without_cudnn or always):
             return
         if any(isinstance(arg, torch.Tensor) and not arg.numel() for arg in args):
             return  # nothing to multiply

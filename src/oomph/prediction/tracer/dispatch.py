@@ -38,7 +38,7 @@ from oomph.prediction.cuda.rules import (
     temporaries_of,
     temporaries_rule,
 )
-from oomph.prediction.cuda.workspaces import CUBLAS_OPS, CublasWorkspaces
+from oomph.prediction.cuda.workspaces import CALLS_CUBLAS, CublasWorkspaces
 from oomph.prediction.tracer.fake_cuda import DEVICE, Patches
 from oomph.prediction.tracer.fast_path import VIEWS, FastPath, broadcasts_into, is_dense
 from oomph.prediction.tracer.placement import PlacementMode, without_cuda
@@ -319,7 +319,7 @@ class DispatchMode(TorchDispatchMode):
             host_outputs=HOST_OUTPUTS.get(func),
             allocation_order=ALLOCATION_ORDER.get(func),
             has_temporaries=temporaries_rule(func) is not None,
-            calls_cublas=func in CUBLAS_OPS,
+            calls_cublas=func in CALLS_CUBLAS,
             is_deterministic=func not in NONDETERMINISTIC,
         )
         return traits
