@@ -40,7 +40,7 @@ from oomph.prediction.cuda.rules import (
 )
 from oomph.prediction.cuda.workspaces import CALLS_CUBLAS, CublasWorkspaces
 from oomph.prediction.tracer.fake_cuda import DEVICE, Patches
-from oomph.prediction.tracer.fast_path import VIEWS, FastPath, broadcasts_into, is_dense
+from oomph.prediction.tracer.fast_path import VIEWS, FastPath, broadcasts_into, described_call, is_dense
 from oomph.prediction.tracer.placement import PlacementMode, without_cuda
 from oomph.prediction.tracer.sparse import CONVERSIONS, MAKES_SPARSE, SparseTensors
 from oomph.prediction.tracer.tracer import Tracer
@@ -145,7 +145,7 @@ class DispatchMode(TorchDispatchMode):
         self.workspaces = CublasWorkspaces(tracer)
         self.fast_path = FastPath(tracer.fake_mode)
         self._traits: dict[int, _OpTraits] = {}  # by id: to hash an op takes long
-        self._small_host_calls: set[tuple[int, str]] = set()  # with small results
+        self._small_host_calls: set[Any] = set()  # with small results
         self.gradient_reuse = GradientReuse(tracer)
         self._sparse = SparseTensors(tracer, self._run)
 
@@ -679,7 +679,7 @@ class DispatchMode(TorchDispatchMode):
             self._propagate_values(func, args, kwargs, tensors, out)
             return out
         if _may_be_large(func, kwargs, tensors):
-            call = id(func), repr(tree_map_only(torch.Tensor, _shape_and_dtype, (args, kwargs)))
+            call = described_call(func, args, kwargs)
             if call in self._small_host_calls:
                 return func(*args, **kwargs)
             try:
@@ -696,7 +696,8 @@ class DispatchMode(TorchDispatchMode):
                 )
                 self.tracer.guard.call("values", func, rule, _nothing)
                 return fake
-            self._small_host_calls.add(call)
+            if call is not None:
+                self._small_host_calls.add(call)
         return func(*args, **kwargs)
 
     def _copy_into_real(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
@@ -761,10 +762,6 @@ def _is_meta(tensor: torch.Tensor) -> bool:
 
 def _is_mask(index: Any) -> bool:
     return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) and index.dim() > 0
-
-
-def _shape_and_dtype(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
-    return tensor.shape, tensor.dtype
 
 
 def _bytes_of(tensor: torch.Tensor) -> int:

@@ -8,7 +8,7 @@ once: its results for arguments of the same layouts are made without asking agai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -125,11 +125,10 @@ class FastPath:
         raises where sizes depend on values."""
         if func._schema.is_mutable:
             return compute()
-        try:
-            key = func, torch.get_default_dtype(), _described(args), _described(tuple(kwargs.items()))
-            known = self._layouts.get(key)
-        except TypeError:
+        key = described_call(func, args, kwargs)
+        if key is None:
             return compute()
+        known = self._layouts.get(key)
         if known is not None:
             kind, layouts = known
             made = [
@@ -306,7 +305,20 @@ class FastPath:
         return [self._like(aten.empty_like.default, (tensor,), {}) for tensor in tensors]
 
 
-_NUMBERS = (bool, int, float, str, type(None), torch.dtype, torch.layout, torch.device, torch.memory_format)
+_PLAIN_ARGUMENTS = (
+    *(bool, int, float, str, type(None), torch.Generator),
+    *(torch.dtype, torch.layout, torch.device, torch.memory_format),
+)
+
+
+def described_call(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The same for calls whose results have the same layouts, as far as no values matter; or None."""
+    try:
+        key = func, torch.get_default_dtype(), _described(args), _described(tuple(kwargs.items()))
+        hash(key)
+    except TypeError:
+        return None
+    return key
 
 
 def _described(arg: Any) -> Any:
@@ -317,7 +329,7 @@ def _described(arg: Any) -> Any:
         return isinstance(arg, FakeTensor) or arg.device, arg.shape, arg.stride(), arg.dtype
     if isinstance(arg, (tuple, list)):
         return tuple(map(_described, arg))
-    if type(arg) not in _NUMBERS:
+    if type(arg) not in _PLAIN_ARGUMENTS:
         raise TypeError
     return type(arg), arg
 

@@ -192,6 +192,21 @@ class Representative(NamedTuple):
     stamp: int = 0  # writes into the storage that it includes
 
 
+class _OfStorages:
+    """Storage -> value, in an attribute of the storage: WeakIdKeyDictionary takes many times as long."""
+
+    _numbers = itertools.count()
+
+    def __init__(self) -> None:
+        self._name = f"_oomph_{next(self._numbers)}"
+
+    def get(self, storage: torch.UntypedStorage, default: Any = None) -> Any:
+        return storage.__dict__.get(self._name, default)
+
+    def __setitem__(self, storage: torch.UntypedStorage, value: Any) -> None:
+        storage.__dict__[self._name] = value
+
+
 class _Waiting:
     """Values that are computed once the program asks for them. No fake tensor is held: it would live on.
 
@@ -200,7 +215,7 @@ class _Waiting:
 
     def __init__(
         self,
-        writes: WeakIdKeyDictionary,
+        writes: _OfStorages,
         call: OpCall | None,
         values: torch.Tensor | None,
         known: bool,
@@ -238,12 +253,12 @@ class Values:
     def __init__(self) -> None:
         self._assumptions = _assumptions.get()
         self._entries = WeakIdKeyDictionary()
-        self._guessed = WeakIdKeyDictionary()  # storages into which a guess was written
-        self._overwritten = WeakIdKeyDictionary()  # storages -> the stamp of their last unknown write
+        self._guessed = _OfStorages()  # storages -> whether a guess was written into them
+        self._overwritten = _OfStorages()  # storages -> the stamp of their last unknown write
         self._compared = WeakIdKeyDictionary()  # results of comparisons of two numbers -> op, weak arguments
         self._zeros = WeakIdKeyDictionary()  # large float tensors that were made of zeros
         self._waiting = WeakIdKeyDictionary()  # tensors -> how their values are computed, the stamp then
-        self._writes = WeakIdKeyDictionary()  # storages of values -> how often an op was run that wrote there
+        self._writes = _OfStorages()  # storages of values -> how often an op was run that wrote there
         # Ops on samples, by key -> the result, and what the ids in the key are those of.
         self._computed: dict[Any, tuple[torch.Tensor | None, Any]] = {}
         # By id, which takes less time than a hash: whether no rule is for the op, and the op, kept alive.
@@ -259,13 +274,13 @@ class Values:
             if tensor.device.type == "cpu":
                 return Representative(tensor, True, True)
             return _default(tensor.dtype)
-        entry = self._entries.get(tensor)
+        entry = self._entries.get(tensor) if _FOLLOWED in tensor.__dict__ else None
         if entry is None:
             return _default(tensor.dtype)
         storage = tensor.untyped_storage()
         if entry.stamp < self._overwritten.get(storage, 0):
             return _default(tensor.dtype)
-        return entry._replace(known=False) if storage in self._guessed else entry
+        return entry._replace(known=False) if self._guessed.get(storage) else entry
 
     def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """All values of the tensor, where they are known."""
@@ -276,7 +291,8 @@ class Values:
         """Values of the tensor's shape, known or not."""
         found = self.of(tensor)
         if found.whole or found.values.dim() == 0:
-            return found.values.expand(tensor.shape)
+            same = found.values.shape == tensor.shape  # to expand it takes long
+            return found.values if same else found.values.expand(tensor.shape)
         repeats = math.ceil(tensor.numel() / len(found.values))
         return found.values.repeat(repeats)[: tensor.numel()].view(tensor.shape)
 
@@ -295,7 +311,7 @@ class Values:
         if known and not whole and values.dim() and bool((values == values[0]).all()):
             values = values[0]
         if known:
-            self._guessed.pop(storage, None)
+            self._guessed[storage] = False
         tensor.__dict__[_FOLLOWED] = True
         self._entries[tensor] = Representative(values, whole, known, self._overwritten.get(storage, 0))
 
@@ -475,7 +491,7 @@ class Values:
         args = bind(*call)
         target, value = args["self"], args.get("value")
         before = self.of(target)
-        if target in self._zeros and target.untyped_storage() not in self._overwritten:
+        if target in self._zeros and not self._overwritten.get(target.untyped_storage()):
             before = Representative(torch.zeros((), dtype=target.dtype), whole=False, known=True)
         if value is None:
             found = self.of(args["values"])
