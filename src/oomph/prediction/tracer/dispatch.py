@@ -258,16 +258,13 @@ class DispatchMode(TorchDispatchMode):
     def _run(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         tracer = self.tracer
         traits = self._traits.get(id(func)) or self._traits_of(func)
-        if (
-            traits.is_view
-            and isinstance(args[0], FakeTensor)
-            and args[0].dtype.is_floating_point
-            and args[0] not in tracer.values
-        ):
-            # Nothing is allocated, nothing is known of the values.
+        if traits.is_view and isinstance(args[0], FakeTensor) and args[0].layout is torch.strided:
+            # Nothing is allocated.
             tracer.guard.call("source line", func, tracer.record_autograd_node, _nothing)
             tracer.work.count_host_op()
             out = self._fake(func, args, kwargs)
+            if not args[0].dtype.is_floating_point or args[0] in tracer.values:
+                self._propagate_values(func, args, kwargs, args[:1], out)
             if tracer.phase == "backward":
                 tracer.guard.call("gradient label", func, partial(tracer.mark_gradient, out), _nothing)
             return out
