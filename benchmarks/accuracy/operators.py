@@ -132,7 +132,7 @@ def serve(function: Function, work: list[Any], pipe: Any) -> None:
 
 
 def each(function: Function, work: list[Any]) -> Iterator[dict[str, Any]]:
-    """The rows that `function` makes of the items, in one process, or a fresh one after an item that ends it."""
+    """The rows of all items, made in one process, or in a fresh one after an item that ends it."""
     context = multiprocessing.get_context("spawn")
     while work:
         ours, theirs = context.Pipe(duplex=False)
@@ -182,7 +182,7 @@ def main() -> None:
     with ThreadPoolExecutor(given.jobs) as pool:
         list(pool.map(collect, range(given.jobs)))
     write(given.file, kept + rows)
-    errors = [abs(float(row["error_percent"])) for row in rows if row.get("error_percent")]
+    errors = [abs(row["error_percent"]) for row in rows if "error_percent" in row]
     if errors:
         exact, close = (sum(error <= bound for error in errors) for bound in (0.1, 2))
         print(
