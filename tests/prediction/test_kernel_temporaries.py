@@ -347,10 +347,11 @@ def test_a_sum_inside_of_a_gradients_formula_is_a_new_tensor():
         (4_116.5, lambda x: F.soft_margin_loss(x, torch.ones_like(x)), (56, 56, 56), f32),
         (2_026, F.logsigmoid, (360, 360), f32),
         (183_790, F.pdist, (360, 360), f32),
+        (70_560, lambda x: torch.linalg.lu_factor_ex(x)[0], (358, 360), f32),
     ],
-    ids=["group norm", "batch norm of any strides", "BCE with logits", "soft margin", "log sigmoid", "pdist"],
+    ids=["group norm", "strided batch norm", "BCE with logits", "soft margin", "log sigmoid", "pdist", "LU"],
 )
-def test_normalisations_and_losses_hold_what_was_measured(measured, function, shape, dtype):
+def test_single_ops_and_their_gradients_hold_what_was_measured(measured, function, shape, dtype):
     def target():
         x = torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True)
         apply = function.cuda() if isinstance(function, torch.nn.Module) else function
