@@ -149,36 +149,6 @@ for step in range(9):
     assert found.steps[2].allocated >= found.steps[1].allocated
 
 
-def test_long_calls_of_a_model_that_are_alike_record_the_same_again(predicted, capfd):
-    source = """
-import torch
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = torch.nn.Linear(256, 256)
-        self.unused = torch.nn.Linear(256, 256)
-    def forward(self, x):
-        print("forward")
-        x = self.linear(x)
-        for _ in range(2000):
-            x = x.sin()
-        return x.square().mean()
-model = Model().cuda()
-optimizer = torch.optim.AdamW(model.parameters())
-while True:
-    for _ in range(2):
-        loss = {call}(torch.randn(64, 256, device="cuda"))
-        loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-"""
-    repeated = predicted(source.replace("{call}", "model"), steps=2)
-    assert capfd.readouterr().out.count("forward") == 2
-    traced = predicted(source.replace("{call}", "model.forward"), steps=2)
-    assert capfd.readouterr().out.count("forward") == 4
-    assert repeated.steps == traced.steps
-
-
 def test_a_line_of_a_library_names_the_line_that_calls_it(predicted, tmp_path, capfd):
     (tmp_path / "site-packages").mkdir()
     (tmp_path / "site-packages" / "library.py").write_text("def loss(model, x):\n    return model(x).sum()\n")

@@ -13,9 +13,7 @@ Evaluation loops and gradient accumulation call a model many times with the same
 gradients, a module that samples from it. Where as much memory is in use as before the last traced calls, a
 further call would allocate and free exactly what those did: only its results are made. With gradients
 enabled, the results lead to an autograd node that ends the backward pass, which is repeated as well: every
-parameter has a gradient already, into which the passes accumulate. Of long calls, such as loops of thousands
-of small ops, two that request the same are enough: at the end of the backward pass of a further one, their
-events are recorded again, whatever memory is in use, and the gradients that they make are made.
+parameter has a gradient already, into which the passes accumulate.
 """
 
 from __future__ import annotations
@@ -886,7 +884,6 @@ def _only_passed_on(kind: type, name: str) -> bool:
 
 _SMALL_GROWTH = 1 << 18  # bytes since the last traced call, such as the tokens of a generation
 _TRACED_TIMES = 3  # until then the allocator finds blocks for all requests among those of the calls before
-_LONG = 10_000  # events; of two such calls that request the same, the third records the same again
 
 
 @dataclass(frozen=True, slots=True)
@@ -907,31 +904,20 @@ class _TracedCall:
     structure: Any
     forward: list[Kernel]
     backward: list[Kernel]
-    alike: Any  # its key, without which parameters have gradients
-    makes_gradients: bool  # perhaps: some parameters have none before it
-    own: set[int]  # allocations of the results
-    first_event: int
-    end: int  # allocations made by then
-    # Of a long call, until the end of its backward pass:
-    requests: list[tuple[int, str]] = field(default_factory=list)  # bytes and op
-    events: list[Event] = field(default_factory=list)  # of what is freed again, new gradients, and `held`
-    held: list[int] = field(default_factory=list)  # allocations that live as long as the results' graph
-    gradients: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)  # id -> parameter
-    is_known: bool = False  # another call has requested the same
 
 
 class _EndOfBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor, parameters: Any, held: Any, *results: _TensorLike) -> Any:
-        ctx.parameters, ctx.held = parameters, held  # the pass accumulates into gradients of these
+    def forward(ctx: Any, leaf: torch.Tensor, module: nn.Module, *results: _TensorLike) -> Any:
+        ctx.module = module
         return tuple(map(_make, results))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        for parameter in ctx.parameters:
+        for parameter in ctx.module.parameters():
             if parameter.requires_grad and parameter.grad is None:  # dropped since the call
                 parameter.grad = torch.empty_like(parameter)
-        return (None,) * (len(gradients) + 3)
+        return (None,) * (len(gradients) + 2)
 
 
 def _make(like: _TensorLike) -> torch.Tensor:
@@ -946,10 +932,6 @@ class RepeatedCalls:
         self._traced: dict[Any, _TracedCall] = {}
         self._pending: list[_TracedCall] = []  # called since the last backward pass, and repeated in it
         self._last: _TracedCall | None = None  # traced since the last backward pass
-        self._long: dict[Any, _TracedCall] = {}  # the last traced of those that are alike
-        self._several = False  # calls since the last backward pass
-        self._to_record: list[tuple[_TracedCall, list[Any]]] = []  # after the backward pass
-        self._fast_path = FastPath(tracer.fake_mode)
 
     def call(self, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         tracer = self._tracer
@@ -962,24 +944,13 @@ class RepeatedCalls:
             return forward(module, *args, **kwargs)
         known = self._traced.get(key)
         same = known is not None and abs(known.live_bytes - live) <= known.growth
-        if known is not None and known.module() is module:
-            if same and known.times >= _TRACED_TIMES and not known.makes_gradients:
-                return self._repeat(known, module)
-            if known.is_known:
-                known.times, known.live_bytes = known.times + 1 if same else 1, live
-                held: list[Any] = []
-                if torch.is_grad_enabled():
-                    self._to_record.append((known, held))
-                else:
-                    self._record(known, held)
-                return self._repeat(known, module, held)
-        first_event = len(tracer.recorder.events)
+        if known is not None and same and known.module() is module and known.times >= _TRACED_TIMES:
+            return self._repeat(known, module)
         first, kernels = len(tracer.recorder.allocations), len(tracer.work.kernels)
         out = forward(module, *args, **kwargs)
         try:
             leaves, structure = tree_flatten(out)
-            results, own = self._results(leaves, first, module.training)
-            size = sum(tracer.recorder.allocations[id].bytes for id in own)
+            results, size = self._results(leaves, first, module.training)
             if any(each._forward_hooks or _keeps_graph(each) for each in module.modules()):
                 raise _NotRepeatable
         except _NotRepeatable:
@@ -987,7 +958,7 @@ class RepeatedCalls:
         else:
             times = known.times + 1 if known is not None and same else 1
             growth = _SMALL_GROWTH if tracer.recorder.live_bytes <= live + size else 0
-            call = self._traced[key] = _TracedCall(
+            self._last = self._traced[key] = _TracedCall(
                 weakref.ref(module),
                 live,
                 growth,
@@ -996,35 +967,20 @@ class RepeatedCalls:
                 structure,
                 tracer.work.kernels[kernels:],
                 [],
-                key[1:],
-                not all(key[0]),
-                own,
-                first_event,
-                len(tracer.recorder.allocations),
             )
-            if torch.is_grad_enabled():
-                self._several |= self._last is not None
-                self._last = call
-            else:
-                self._learn(call)
         return out
 
     def _key(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         leaves, structure = tree_flatten((args, kwargs))
         with_grad = torch.is_grad_enabled()
-        gradients: tuple[bool, ...] = ()
         if with_grad:
             trained = [each for each in module.parameters() if each.requires_grad]
-            gradients = tuple(each.grad is not None for each in trained)
-            if not trained:
+            if not trained or any(each.grad is None for each in trained):
                 raise _NotRepeatable
-            if not all(gradients):
-                list(map(_described_parameter, trained))  # without hooks, which would not be called
         autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
         described = tuple(self._describe(leaf) for leaf in leaves)
         counting = self._tracer.work.counting  # kernels are needed from a call that counted them
-        mode = module.training, with_grad, autocast, counting
-        return gradients, id(module), mode, described, str(structure)
+        return id(module), module.training, with_grad, autocast, counting, described, str(structure)
 
     def _describe(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -1038,16 +994,18 @@ class RepeatedCalls:
             raise _NotRepeatable
         return leaf
 
-    def _results(self, leaves: list[Any], first: int, training: bool) -> tuple[list[Any], set[int]]:
-        """What the leaves are like, and the allocations of the tensors among them."""
+    def _results(self, leaves: list[Any], first: int, training: bool) -> tuple[list[Any], int]:
+        """What the leaves are like, and the bytes of the tensors among them."""
         found: list[Any] = []
         storages: set[int] = set()
+        size = 0
         for leaf in leaves:
             if isinstance(leaf, FakeTensor):
                 allocation = self._tracer.recorder.allocation_of(leaf)
                 if allocation is None or allocation.id < first or allocation.id in storages:
                     raise _NotRepeatable  # of the host, of an earlier call, or two views of one tensor
                 storages.add(allocation.id)
+                size += allocation.bytes
                 found.append(_TensorLike(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad))
             elif isinstance(leaf, _PLAIN):
                 found.append(leaf)
@@ -1055,14 +1013,13 @@ class RepeatedCalls:
                 found.append(None)  # of keys and values, which no training loop reads
             else:
                 raise _NotRepeatable
-        return found, storages
+        return found, size
 
-    def _repeat(self, known: _TracedCall, module: nn.Module, held: Sequence[Any] = ()) -> Any:
+    def _repeat(self, known: _TracedCall, module: nn.Module) -> Any:
         with_grad = [like for like in known.results if isinstance(like, _TensorLike) and like.requires_grad]
         if with_grad:
             leaf = next(each for each in module.parameters() if each.requires_grad)
-            accumulated = () if known.makes_gradients else tuple(module.parameters())
-            linked = iter(_EndOfBackward.apply(leaf, accumulated, held, *with_grad))
+            linked = iter(_EndOfBackward.apply(leaf, module, *with_grad))
             self._pending.append(known)
         leaves = [
             like if not isinstance(like, _TensorLike) else next(linked) if like.requires_grad else _make(like)
@@ -1072,64 +1029,13 @@ class RepeatedCalls:
             self._tracer.work.kernels += known.forward
         return tree_unflatten(leaves, known.structure)
 
-    def _learn(self, call: _TracedCall) -> None:
-        """Once all that a call allocates is known."""
-        recorder, module = self._tracer.recorder, call.module()
-        events = recorder.events[call.first_event :]
-        if len(events) < _LONG or module is None:
-            return
-        made = {event.id: recorder.allocations[event.id] for event in events if event.action == "alloc"}
-        kept = made.keys() & {event.id for event in events if event.action == "free"}
-        for parameter in module.parameters():
-            grad = parameter.grad
-            allocation = recorder.allocation_of(grad) if type(grad) is FakeTensor else None
-            if grad is None or allocation is None or allocation.id not in made:
-                continue
-            if _Layout.of(grad) != _Layout.of(parameter) or allocation.bytes != grad.nbytes:
-                return
-            call.gradients[allocation.id] = weakref.ref(parameter)
-        kept |= call.gradients.keys()
-        stay = [id for id, each in made.items() if id not in kept | call.own and each.kind != "workspace"]
-        call.held = [id for id in stay if id < call.end and torch.is_grad_enabled()]
-        kept.update(call.held)
-        if sum(made[id].bytes for id in stay if id not in kept) > _SMALL_GROWTH:
-            return
-        call.requests = [(made[id].bytes, made[id].op) for id in made if id in kept]
-        call.events = [event for event in events if event.id in kept and event.action != "mark"]
-        before = self._long.get(call.alike)
-        if before is not None and before.requests == call.requests:
-            before.is_known = call.is_known = True
-        self._long[call.alike] = call
-
-    def _record(self, call: _TracedCall, held: list[Any]) -> None:
-        """What a call that was not run allocates and frees, until the end of its backward pass. What its
-        graph would hold is added to `held`."""
-        recorder, ids = self._tracer.recorder, dict[int, int]()
-        recorder.record_again(call.events, self._tracer.step, ids)
-        for id, reference in call.gradients.items():
-            parameter, allocation = reference(), recorder.allocations[ids[id]]
-            if parameter is None or parameter.grad is not None:
-                recorder.record_free(allocation)
-                continue
-            parameter.grad = self._fast_path.empty(parameter.shape, parameter.stride(), parameter.dtype)
-            recorder.watch(parameter.grad.untyped_storage(), allocation)
-        for id in call.held:
-            allocation = recorder.allocations[ids[id]]
-            held.append(self._fast_path.empty((allocation.bytes,), (1,), torch.uint8).untyped_storage())
-            recorder.watch(held[-1], allocation)
-
     def after_backward(self, kernels: int) -> None:
         """`kernels`: how many had been counted before it."""
         work = self._tracer.work
         if self._last is not None and not self._pending:
             self._last.backward = work.kernels[kernels:]
-            if not self._several:
-                self._learn(self._last)
         elif self._pending and work.counting:
             # These include the kernels of the loss, which runs outside of the model.
             work.kernels[kernels:] = self._pending[-1].backward
-        for call, held in self._to_record:
-            self._record(call, held)
-        self._last, self._several = None, False
-        self._to_record.clear()
+        self._last = None
         self._pending.clear()
