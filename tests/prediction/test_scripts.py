@@ -131,24 +131,6 @@ def test_a_last_step_that_is_known_to_be_the_same_is_not_run(predicted, capfd):
     assert repeated.step_seconds == traced.step_seconds
 
 
-@pytest.mark.parametrize(("rows", "runs"), [("64", 1), ("64 + step", 2)])
-def test_the_last_of_long_steps_is_run_only_if_they_differ(predicted, capfd, rows, runs):
-    found = predicted(f"""{MODEL}
-optimizer = torch.optim.AdamW(model.parameters())
-for step in range(9):
-    x = torch.randn({rows}, 256, device="cuda")
-    for _ in range(5000):
-        x = x * 0.99
-    model(x).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    print("loss", x.sum().item())
-""")
-    assert capfd.readouterr().out.count("loss") == runs
-    assert [each.step for each in found.steps] == [1, 2, 3]
-    assert found.steps[2].allocated >= found.steps[1].allocated
-
-
 def test_a_line_of_a_library_names_the_line_that_calls_it(predicted, tmp_path, capfd):
     (tmp_path / "site-packages").mkdir()
     (tmp_path / "site-packages" / "library.py").write_text("def loss(model, x):\n    return model(x).sum()\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import os
 import runpy
 import socket
@@ -11,7 +10,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,11 +23,10 @@ from oomph.errors import ProgramError, UserError, program_traceback, user_line
 from oomph.prediction.program import STEPS, next_evaluation
 from oomph.prediction.tracer.tracer import Tracer
 from oomph.prediction.tracer.workers import gpus_of_node
-from oomph.records import Event, Prediction, Progress
+from oomph.records import Prediction, Progress
 
 # An optimizer that has not stepped while another made so many times the steps is not waited for.
 _MOST_ROUNDS = 10
-_LONG_STEP = 10_000  # events; where such a step requests what the one before did, so does the last
 _OF_TORCHRUN = (
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
@@ -146,14 +144,6 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _ends_alike(before: Sequence[Any], now: Sequence[Any]) -> bool:
-    """Whether they differ at most where they begin: set-up comes before the first step, and what a loop does
-    after an update, such as printing, before the others."""
-    pairs = zip(reversed(before), reversed(now), strict=False)
-    alike = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-    return alike > 0.9 * len(now)
-
-
 def no_model_error(script: str) -> str:
     return (
         f"no fix was applied: {script} made no optimizer of torch.optim, and called no nn.Module with "
@@ -172,7 +162,6 @@ class _ScriptSteps:
         self._most = 0  # steps of one optimizer, which may be gone
         self._updates = 0  # of parameters, without an optimizer
         self._first_event = 0  # of the step
-        self._requests: list[tuple[int, str]] = []  # of the last complete step
         self._model_found = False
         self._first_call: Any = None
         if script.on_optimizer is not None or script.on_end is not None:
@@ -212,7 +201,15 @@ class _ScriptSteps:
         self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
         wanted, most = self._script.steps, max(self._counts.values())
         self._most = max(self._most, most)
-        waiting = self._waiting(wanted)
+        # Not for one that has not stepped while others train its parameters: it wraps another, as SAM does,
+        # or gives its settings to an inner loop, as with `higher`.
+        seen = [each for each, count in self._counts.items() if count >= wanted]
+        trained = {id(parameter) for each in seen for parameter in _parameters(each)}
+        waiting = [
+            each
+            for each, count in self._counts.items()
+            if count < wanted and (count or not all(id(one) in trained for one in _parameters(each)))
+        ]
         is_complete = self._counts[optimizer] == most == self._tracer.step
         if is_complete and self._tracer.work.counting:
             self._tracer.work.end_step()
@@ -224,33 +221,10 @@ class _ScriptSteps:
             self._end()
         if is_complete:
             recorder, events = self._tracer.recorder, self._tracer.recorder.events[self._first_event :]
-            before, self._requests = self._requests, self._requests_in(events)
-            repeats = 1 < most == wanted - 1 and not self._waiting(most)
-            long = len(events) > _LONG_STEP and _ends_alike(before, self._requests)
+            repeats = self._script.repeat_last_step and 1 < min(self._counts.values()) == wanted - 1
             self.begin(most + 1)
-            if repeats and (self._script.repeat_last_step or long) and recorder.repeat(events, wanted):
+            if repeats and recorder.repeat(events, wanted):
                 self._end()
-
-    def _waiting(self, wanted: int) -> list[torch.optim.Optimizer]:
-        """Those that have made fewer steps. Not one that has not stepped while others train its parameters:
-        it wraps another, as SAM does, or gives its settings to an inner loop, as with `higher`."""
-        seen = [each for each, count in self._counts.items() if count >= wanted]
-        trained = {id(parameter) for each in seen for parameter in _parameters(each)}
-        return [
-            each
-            for each, count in self._counts.items()
-            if count < wanted and (count or not all(id(one) in trained for one in _parameters(each)))
-        ]
-
-    def _requests_in(self, events: Sequence[Event]) -> list[tuple[int, str]]:
-        """Bytes and op of what the passes of a step allocate, without its update. Workspaces stay."""
-        allocations = self._tracer.recorder.allocations
-        made = (allocations[event.id] for event in events if event.action == "alloc")
-        return [
-            (each.bytes, each.op)
-            for each in made
-            if each.kind != "workspace" and each.during != "optimizer step"
-        ]
 
     def updated(self) -> None:
         """A parameter was written after a backward pass, by the program itself."""

@@ -84,8 +84,7 @@ class PendingAllocation:
 
     def description(self) -> tuple[Any, ...]:
         """What two allocations have in common that the same line makes for the same purpose."""
-        # Without its module, which has another path once it is called as a part of another model.
-        return self.bytes, self.shape, self.dtype, self.op, self.site, self.during, self.stream
+        return self.bytes, self.shape, self.dtype, self.op, self.module, self.site, self.during, self.stream
 
     @property
     def stage(self) -> Stage:
