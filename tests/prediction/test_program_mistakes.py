@@ -146,6 +146,22 @@ def test_what_cuda_refuses_is_refused(name):
         run(REFUSED[name])
 
 
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda x: torch.nn.BatchNorm1d(9).cuda()(x.transpose(1, 2)),
+            "running_mean should contain 8 elements",
+        ),
+        (lambda x: torch.nn.RMSNorm(9).cuda()(x), "normalized_shape"),
+    ],
+    ids=["batch norm", "RMS norm"],
+)
+def test_what_torch_says_of_wrong_sizes_is_said(call, words):
+    with pytest.raises(ProgramError, match=words):
+        run(lambda: call(make(4, 6, 8)))
+
+
 def under_autocast():
     with torch.autocast("cuda", BF16):
         return F.layer_norm(F.linear(make(4, 8), make(8, 8, dtype=BF16)), (8,), make(8))

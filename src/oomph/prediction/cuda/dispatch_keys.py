@@ -33,7 +33,7 @@ import torch
 from torch.utils.weak import TensorWeakRef
 
 from oomph.prediction.cuda.attention import attention_like_cuda
-from oomph.prediction.cuda.kernels import cudnn_normalises, partial_sums
+from oomph.prediction.cuda.kernels import partial_sums, uses_cudnn_batch_norm
 from oomph.prediction.cuda.rules import (
     COMPOSITES,
     BoundArguments,
@@ -452,13 +452,17 @@ def _linear(context: RuleContext, call: BoundArguments) -> Any:
 @composite(aten.batch_norm.default)
 def _batch_norm(context: RuleContext, call: BoundArguments) -> Any:
     """Its input is copied first, where cuDNN cannot read it as it is."""
-    input, weight, bias = call["input"], call["weight"], call["bias"]
-    if input.numel() == 0 or bias is None or not cudnn_normalises(input, weight, call["training"]):
-        return NotImplemented
+    input = call["input"]
     wanted = suggest_memory_format(input)
-    if input.is_contiguous(memory_format=wanted):
+    if input.numel() == 0 or input.is_contiguous(memory_format=wanted):
         return NotImplemented
-    return torch.batch_norm(**(dict(call) | {"input": input.contiguous(memory_format=wanted)}))
+    if not uses_cudnn_batch_norm(call, call["training"]):
+        return NotImplemented
+    copied = input.contiguous(memory_format=wanted)
+    try:
+        return torch.batch_norm(**(dict(call) | {"input": copied}))
+    except RuntimeError as error:
+        raise program_error(error)  # noqa: B904 (the same exception)
 
 
 @composite(aten.dropout.default)
@@ -537,9 +541,11 @@ def _attention(context: RuleContext, call: BoundArguments) -> Any:
 
 @composite(aten.rms_norm.default)
 def _rms_norm(context: RuleContext, call: BoundArguments) -> Any:
-    input, weight = call["input"], call["weight"]
+    input, weight, shape = call["input"], call["weight"], list(call["normalized_shape"])
     if input.dtype == torch.float64 or (weight is not None and weight.dtype != input.dtype):
         return NotImplemented
+    if list(input.shape[-len(shape) :]) != shape:
+        return NotImplemented  # torch says what is wrong
     if context.compiling():
         decompose = decomposition_table[aten._fused_rms_norm.default]
         return decompose(input, call["normalized_shape"], weight, call["eps"])[0]

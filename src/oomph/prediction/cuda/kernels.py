@@ -547,9 +547,10 @@ def _group_norm_backward(call: BoundArguments, gpu: GPU) -> list[int]:
 def _batch_norm(call: BoundArguments, gpu: GPU) -> list[int]:
     """Mean, variance and two counters of each block of rows, and a semaphore for each block of channels."""
     input = call["input"]
-    if not call["training"] or cudnn_normalises(input, call["weight"], training=True):
+    if not call["training"] or uses_cudnn_batch_norm(call, training=True):
         return []
-    if input.is_contiguous() or _channels_are_last(input):
+    channels_last = input.dim() == 4 and input.is_contiguous(memory_format=torch.channels_last)
+    if input.is_contiguous() or channels_last:
         return _batch_norm_staging(input, values=4)
     # Any other strides: the mean and variance of a float32 copy that keeps them.
     copy = input.numel() * 4 if input.element_size() < 4 else 0
@@ -561,7 +562,7 @@ def _batch_norm(call: BoundArguments, gpu: GPU) -> list[int]:
 @temporaries(aten.native_batch_norm_backward.default)
 def _batch_norm_backward(call: BoundArguments, gpu: GPU) -> list[int]:
     input, grad = call["input"], call["grad_out"]
-    if call["train"] and cudnn_normalises(input, call["weight"], training=True):
+    if call["train"] and uses_cudnn_batch_norm(call, training=True):
         ordered = grad.is_contiguous(memory_format=suggest_memory_format(input))
         return [] if ordered else [grad.numel() * grad.element_size()]
     return _batch_norm_staging(input, values=2)
@@ -573,10 +574,13 @@ def _batch_norm_results(fake: Fake, func: OpOverload, args: Sequence[Any], kwarg
     return out, *(_in_dtype(fake, each, torch.float32) if each.dtype in _HALF else each for each in kept)
 
 
-def cudnn_normalises(input: Tensor, weight: Tensor | None, training: bool) -> bool:
-    """Whether batch normalisation with a weight and a bias is cuDNN's (Normalization.cpp). It reads tensors
-    in their suggested memory format only; torch's own kernels read any strides."""
-    if weight is None or torch.bfloat16 in (input.dtype, weight.dtype) or not torch.backends.cudnn.enabled:
+def uses_cudnn_batch_norm(call: BoundArguments, training: bool) -> bool:
+    """As Normalization.cpp decides. cuDNN reads tensors in their suggested memory format only; torch's own
+    kernels read any strides. A backward pass does not know its bias."""
+    input, weight = call["input"], call["weight"]
+    if not torch.backends.cudnn.enabled or weight is None or call.get("bias", weight) is None:
+        return False
+    if torch.bfloat16 in (input.dtype, weight.dtype):
         return False
     if input.dtype == torch.float16 and weight.dtype != torch.float32:
         return False
@@ -586,7 +590,11 @@ def cudnn_normalises(input: Tensor, weight: Tensor | None, training: bool) -> bo
 
 def _batch_norm_staging(tensor: Tensor, values: int) -> list[int]:
     """Rows are shared out over blocks where the channels lie next to each other, as in [N, C]."""
-    if not _channels_are_last(tensor):
+    if tensor.is_contiguous():
+        channels_last = tensor.stride(1) == 1
+    else:
+        channels_last = suggest_memory_format(tensor) is not torch.contiguous_format
+    if not channels_last:
         return []
     channels = tensor.size(1)
     rows = tensor.numel() // channels
@@ -596,12 +604,6 @@ def _batch_norm_staging(tensor: Tensor, values: int) -> list[int]:
     if blocks < 8:
         return []
     return [values * channels * blocks * 4, math.ceil(channels / across) * 4]
-
-
-def _channels_are_last(tensor: Tensor) -> bool:
-    if tensor.dim() == 2:
-        return tensor.is_contiguous()
-    return suggest_memory_format(tensor) is not torch.contiguous_format
 
 
 @cuda_kernel(aten.native_layer_norm.default, aten.native_group_norm.default)
@@ -662,9 +664,9 @@ def _log_softmax_backward(call: BoundArguments, gpu: GPU) -> list[int]:
     return [contiguous_copy_bytes(call["grad_output"]), contiguous_copy_bytes(call["output"])]
 
 
-# Results that CUDA makes large and then shrinks: they look small, and hold their first storage. These losses
-# take one element per element of the input until the mean is written, fold and unfold are as large as the
-# input first.
+# Results that CUDA makes large and then shrinks: they look small, and hold their first storage. Losses that
+# are reduced take one element per element of the input until the mean is written, fold and unfold are as
+# large as the input first.
 
 _NO_REDUCTION = 0
 

@@ -621,7 +621,7 @@ class DispatchMode(TorchDispatchMode):
         except DynamicOutputShapeException:
             pass
         except Exception as error:
-            if isinstance(error, NotImplementedError) and str(error).endswith(_LACKS_HALF):
+            if isinstance(error, NotImplementedError) and func in _HALF_ON_CUDA_ONLY:
                 return self._faked_in_float32(func, args, kwargs)
             raise program_error(error)  # noqa: B904 (the same exception)
         self.tracer.reads += 1
@@ -630,8 +630,8 @@ class DispatchMode(TorchDispatchMode):
         return self.tracer.guard.call("results", func, rule, general)
 
     def _faked_in_float32(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Torch fakes some ops by the CPU's kernel, which may lack a type that CUDA's has."""
-        half = next(tensor.dtype for tensor in tensors_in(args, kwargs) if tensor.dtype in _HALF)
+        """Torch fakes these ops by the CPU's kernels, which lack the types of half precision."""
+        half = next(tensors_in(args, kwargs)).dtype
 
         def cast(to: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
             if tensor.dtype not in (torch.float32, *_HALF):
@@ -771,7 +771,10 @@ _GRADIENT_SCATTERS = aten_ops("""
     masked_scatter.default
 """)
 _HALF = (torch.float16, torch.bfloat16)
-_LACKS_HALF = tuple(f"not implemented for '{name}'" for name in ("Half", "BFloat16"))
+_HALF_ON_CUDA_ONLY = aten_ops("""
+    multi_margin_loss.default multi_margin_loss_backward.default
+    multilabel_margin_loss_forward.default multilabel_margin_loss_backward.default
+""")
 _ZEROS = {"aten.new_zeros", "aten.zeros", "aten.zeros_like"}
 
 

@@ -192,7 +192,7 @@ class Representative(NamedTuple):
     stamp: int = 0  # writes into the storage that it includes
 
 
-class _OfStorages:
+class _StorageAttribute:
     """Storage -> value, in an attribute of the storage: WeakIdKeyDictionary takes many times as long."""
 
     _numbers = itertools.count()
@@ -215,7 +215,7 @@ class _Waiting:
 
     def __init__(
         self,
-        writes: _OfStorages,
+        writes: _StorageAttribute,
         call: OpCall | None,
         values: torch.Tensor | None,
         known: bool,
@@ -253,12 +253,12 @@ class Values:
     def __init__(self) -> None:
         self._assumptions = _assumptions.get()
         self._entries = WeakIdKeyDictionary()
-        self._guessed = _OfStorages()  # storages -> whether a guess was written into them
-        self._overwritten = _OfStorages()  # storages -> the stamp of their last unknown write
+        self._guessed = _StorageAttribute()  # storages -> whether a guess was written into them
+        self._overwritten = _StorageAttribute()  # storages -> the stamp of their last unknown write
         self._compared = WeakIdKeyDictionary()  # results of comparisons of two numbers -> op, weak arguments
         self._zeros = WeakIdKeyDictionary()  # large float tensors that were made of zeros
         self._waiting = WeakIdKeyDictionary()  # tensors -> how their values are computed, the stamp then
-        self._writes = _OfStorages()  # storages of values -> how often an op was run that wrote there
+        self._writes = _StorageAttribute()  # storages of values -> how often an op was run that wrote there
         # Ops on samples, by key -> the result, and what the ids in the key are those of.
         self._computed: dict[Any, tuple[torch.Tensor | None, Any]] = {}
         # By id, which takes less time than a hash: whether no rule is for the op, and the op, kept alive.
