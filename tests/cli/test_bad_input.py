@@ -607,7 +607,7 @@ data: {source: text.txt, tokenizer: bytes, seq_len: 16, batch_size: 2, validatio
 training: {steps: 4, save_every: 2, eval_every: 4, eval_batches: 1, device: cpu}
 """
 SOURCE = """\
-import argparse, ctypes, json, os, signal, sys
+import argparse, ctypes, json, os, signal, subprocess, sys
 import torch
 from torch import nn
 from oomph import Workload
@@ -674,7 +674,7 @@ def predicts_itself():
     import oomph
     oomph.predict(ok)
 def second_gpu(): torch.ones(1, device="cuda:1")
-def starts_program(): os.system("true")
+def starts_program(): subprocess.run(["true"])
 def asks(): input("size? ")
 def needs_arguments():
     parser = argparse.ArgumentParser()
