@@ -471,3 +471,22 @@ def test_a_convolution_of_channels_last_stays_channels_last_whatever_the_host_wo
 
 def test_a_convolution_in_float64_is_contiguous_as_in_cudnn(host):
     assert layouts(lambda: nn.Conv2d(8, 16, 3), (2, 8, 12, 12), torch.float64) == [False, False, False]
+
+
+def test_convolutions_without_cudnn_unfold_one_sample_and_multiply():
+    """Measured: 220 MiB, with cuBLAS's workspaces of two threads; cuDNN's kernels need 228."""
+
+    def target():
+        convolution = torch.nn.Conv2d(64, 128, 3, padding=1).cuda()
+        images = torch.randn(32, 64, 56, 56, device="cuda", requires_grad=True)
+
+        def step():
+            with torch.backends.cudnn.flags(enabled=False):
+                out = convolution(images)
+                out.backward(torch.ones_like(out))
+            convolution.zero_grad()
+            images.grad = None
+
+        return step
+
+    assert oomph.predict(target, gpu="h200").peak.allocated / 2**20 == pytest.approx(220, abs=0.5)
