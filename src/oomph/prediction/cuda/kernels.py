@@ -560,12 +560,14 @@ def _batch_norm(call: BoundArguments, gpu: GPU) -> list[int]:
 
 
 @temporaries(aten.native_batch_norm_backward.default)
-def _batch_norm_backward(call: BoundArguments, gpu: GPU) -> list[int]:
+def _batch_norm_backward(call: BoundArguments, gpu: GPU) -> list[Temporary]:
     input, grad = call["input"], call["grad_out"]
     if call["train"] and uses_cudnn_batch_norm(call, training=True):
         ordered = grad.is_contiguous(memory_format=suggest_memory_format(input))
         return [] if ordered else [grad.numel() * grad.element_size()]
-    return _batch_norm_staging(input, values=2)
+    staging = _batch_norm_staging(input, values=2)
+    results = [NEXT_RESULT] * sum(call["output_mask"]) if staging else []
+    return [*staging, *_freed(staging), *results]  # the sums come before the gradients
 
 
 @cuda_kernel(aten.native_batch_norm.default)
