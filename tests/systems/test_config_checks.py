@@ -23,7 +23,7 @@ def longctx(**fields):
     [
         (HatchlingConfig, {"gate": "gru"}, "'spiking' or 'kimi'"),
         (HatchlingConfig, {"kda_mode": "fast"}, "'auto', 'sequential', 'scan', 'chunked'"),
-        (HatchlingConfig, {"kda_memory_chunk_size": 0}, "greater than or equal to 1"),
+        (HatchlingConfig, {"kda_memory_chunk_size": 0}, "greater than 0"),
         (HatchlingConfig, {"n_heads": 8, "n_kv_heads": 3}, "multiple of n_kv_heads=3"),
         (HatchlingConfig, {"token_drop": 1}, "less than 1"),
         (HatchlingConfig, {"token_drop_layers": (5, 4)}, "0 <= first <= last"),
@@ -39,7 +39,7 @@ def longctx(**fields):
         (longctx, {"head_dim": 15}, "even number"),
         (longctx, {"rope_theta": 0.5}, "> 1"),
         (NPTConfig, {"model_name": "bert"}, "'llama-3.1-8b'"),
-        (NPTConfig, {"rank": 0}, "greater than or equal to 1"),
+        (NPTConfig, {"rank": 0}, "greater than 0"),
         (NPTConfig, {"stream": "both"}, "'teacher', 'student' or 'joint'"),
         (NPTConfig, {"gradients": "forward", "stream": "joint"}, "gradients='backward'"),
         (NPTOptimization, {"mixed_precision": "int4"}, "'no', 'bf16', 'fp16'"),

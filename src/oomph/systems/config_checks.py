@@ -9,14 +9,12 @@ from pydantic_core import PydanticCustomError
 from oomph.errors import UserError
 
 Config = TypeVar("Config")
-Count = Annotated[int, Field(ge=1)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 
-STRICT = ConfigDict(strict=True, extra="forbid")
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
-def where(valid: Callable[[Any], bool], advice: str) -> AfterValidator:
+def valid_if(valid: Callable[[Any], bool], advice: str) -> AfterValidator:
     """For a field that takes some of the values of its type."""
 
     def check(value: Any) -> Any:
@@ -28,10 +26,10 @@ def where(valid: Callable[[Any], bool], advice: str) -> AfterValidator:
 
 
 def one_of(valid: Collection[str]) -> AfterValidator:
-    return where(lambda value: value in valid, f"choose from {', '.join(map(repr, valid))}")
+    return valid_if(lambda value: value in valid, f"choose from {', '.join(map(repr, valid))}")
 
 
-def refuse(wrong: bool, field: str, advice: str) -> None:
+def invalid_if(wrong: bool, field: str, advice: str) -> None:
     """For __post_init__, which is called where each field by itself is valid. `field`: the one to change."""
     if wrong:
         raise PydanticCustomError("fields", "{field}: {advice}", {"field": field, "advice": advice})
@@ -39,7 +37,7 @@ def refuse(wrong: bool, field: str, advice: str) -> None:
 
 def check_multiple(config: object, field: str, *, of: str) -> None:
     divisor: int = getattr(config, of)
-    refuse(getattr(config, field) % divisor > 0, field, f"give a multiple of {of}={divisor}")
+    invalid_if(getattr(config, field) % divisor > 0, field, f"give a multiple of {of}={divisor}")
 
 
 def find_preset(presets: Mapping[str, Config], name: object, system: str) -> Config:

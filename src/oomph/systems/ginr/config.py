@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Annotated
 
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from oomph.systems.config_checks import STRICT, Count, NotNegative, check_multiple, one_of, refuse, where
+from oomph.systems.config_checks import STRICT, check_multiple, invalid_if, one_of, valid_if
 from oomph.systems.ginr.model import GINR, MIXINGS
 
 
@@ -16,43 +17,43 @@ class GINRConfig:
     query_chunk: positions decoded at a time, with the same outputs; not with "self", which mixes all of them.
     """
 
-    image_size: Count = 32
-    patch_size: Count = 2
-    channels: Count = 3
-    dim: Count = 256
+    image_size: PositiveInt = 32
+    patch_size: PositiveInt = 2
+    channels: PositiveInt = 3
+    dim: PositiveInt = 256
     num_latents: Annotated[
-        Count,
-        where(lambda n: round(n**0.5) ** 2 == n, "give a square number: latents are placed on a grid"),
+        PositiveInt,
+        valid_if(lambda n: round(n**0.5) ** 2 == n, "give a square number: latents are placed on a grid"),
     ] = 256
-    encoder_depth: Count = 1
-    d_state: Count = 16
-    d_conv: Count = 4
-    expand: Count = 2
-    processor_depth: Annotated[int, where(lambda n: n >= 0, "give a whole number >= 0")] = 2
+    encoder_depth: PositiveInt = 1
+    d_state: PositiveInt = 16
+    d_conv: PositiveInt = 4
+    expand: PositiveInt = 2
+    processor_depth: NonNegativeInt = 2
     feature_dim: Annotated[
-        Count, where(lambda n: n % 2 == 0, "give an even number: half are sines, half cosines")
+        PositiveInt, valid_if(lambda n: n % 2 == 0, "give an even number: half are sines, half cosines")
     ] = 64
-    hidden_dim: Count = 512
+    hidden_dim: PositiveInt = 512
     # One per scale; 16 is the highest frequency of 32 pixels.
     sigmas: Annotated[
         tuple[float, ...],
-        where(lambda each: each and min(each) > 0, "give one number > 0 for each scale"),
+        valid_if(lambda each: each and min(each) > 0, "give one number > 0 for each scale"),
     ] = (2.0, 8.0)
-    num_layers: Count = 3
-    heads: Count = 8
-    dim_head: Count = 64
-    mult: Count = 4
-    locality: NotNegative = 10.0
+    num_layers: PositiveInt = 3
+    heads: PositiveInt = 8
+    dim_head: PositiveInt = 64
+    mult: PositiveInt = 4
+    locality: NonNegativeFloat = 10.0
     query_mixing: Annotated[str, one_of(MIXINGS)] = "self"
-    queries_per_step: Count | None = None
-    query_chunk: Count | None = None
+    queries_per_step: PositiveInt | None = None
+    query_chunk: PositiveInt | None = None
 
     def __post_init__(self) -> None:
         check_multiple(self, "image_size", of="patch_size")
         positions = self.image_size**2
         too_many = (self.queries_per_step or 0) > positions
-        refuse(too_many, "queries_per_step", f"the image has {positions} positions")
-        refuse(
+        invalid_if(too_many, "queries_per_step", f"the image has {positions} positions")
+        invalid_if(
             self.query_chunk is not None and self.query_mixing == "self",
             "query_chunk",
             "with query_mixing='self' all positions attend to each other, so chunks would change the "

@@ -2,19 +2,12 @@
 
 from typing import Annotated, Literal
 
+from pydantic import NonNegativeFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from oomph.ops.delta_attention.api import MODES
 from oomph.systems.blocks import total_params
-from oomph.systems.config_checks import (
-    STRICT,
-    Count,
-    NotNegative,
-    Probability,
-    check_multiple,
-    one_of,
-    where,
-)
+from oomph.systems.config_checks import STRICT, Probability, check_multiple, one_of, valid_if
 from oomph.systems.hatchling.model import Hatchling
 
 
@@ -28,29 +21,31 @@ class HatchlingConfig:
     predictive_weight: of the auxiliary loss that predicts the next hidden state.
     """
 
-    vocab_size: Count = 32_000
-    d_model: Count = 512
-    n_layers: Count = 16
-    n_heads: Count = 8
-    n_kv_heads: Count = 2
-    head_dim: Count = 64
-    d_ff: Count = 2048
+    vocab_size: PositiveInt = 32_000
+    d_model: PositiveInt = 512
+    n_layers: PositiveInt = 16
+    n_heads: PositiveInt = 8
+    n_kv_heads: PositiveInt = 2
+    head_dim: PositiveInt = 64
+    d_ff: PositiveInt = 2048
     gate: Literal["spiking", "kimi"] = "spiking"
-    gate_rank: Count = 256
-    lam: NotNegative = 0.92
-    theta: NotNegative = 0.35
-    surrogate: NotNegative = 9.0
+    gate_rank: PositiveInt = 256
+    lam: NonNegativeFloat = 0.92
+    theta: NonNegativeFloat = 0.35
+    surrogate: NonNegativeFloat = 9.0
     token_drop: Probability = 0.25
     token_drop_layers: Annotated[
         tuple[int, int],
-        where(lambda ends: 0 <= ends[0] <= ends[1], "give the first and the last layer, 0 <= first <= last"),
+        valid_if(
+            lambda ends: 0 <= ends[0] <= ends[1], "give the first and the last layer, 0 <= first <= last"
+        ),
     ] = (4, 14)
-    attention_every: Count = 4
+    attention_every: PositiveInt = 4
     kda_mode: Annotated[str, one_of(MODES)] = "auto"
-    kda_memory_chunk_size: Count | None = None
-    context_length: Count = 1024
-    predictive_weight: NotNegative = 0.1
-    norm_eps: NotNegative = 1e-6
+    kda_memory_chunk_size: PositiveInt | None = None
+    context_length: PositiveInt = 1024
+    predictive_weight: NonNegativeFloat = 0.1
+    norm_eps: NonNegativeFloat = 1e-6
 
     def __post_init__(self) -> None:
         check_multiple(self, "n_heads", of="n_kv_heads")

@@ -6,10 +6,11 @@
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
+from pydantic import NonNegativeFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from oomph.systems.blocks import total_params
-from oomph.systems.config_checks import STRICT, Count, NotNegative, check_multiple, find_preset, where
+from oomph.systems.config_checks import STRICT, check_multiple, find_preset, valid_if
 from oomph.systems.longctx.model import LongContext
 
 
@@ -17,23 +18,27 @@ from oomph.systems.longctx.model import LongContext
 class LongContextConfig:
     """attention: "dense" or "nsa"; the nsa_ fields are those of oomph.nn.NativeSparseAttention."""
 
-    hidden_size: Count
-    num_layers: Count
-    num_heads: Count
-    num_kv_heads: Count
-    head_dim: Annotated[Count, where(lambda size: size % 2 == 0, "rotary embedding needs an even number")]
-    intermediate_size: Count
-    vocab_size: Count = 151_936
+    hidden_size: PositiveInt
+    num_layers: PositiveInt
+    num_heads: PositiveInt
+    num_kv_heads: PositiveInt
+    head_dim: Annotated[
+        PositiveInt, valid_if(lambda size: size % 2 == 0, "rotary embedding needs an even number")
+    ]
+    intermediate_size: PositiveInt
+    vocab_size: PositiveInt = 151_936
     tie_word_embeddings: bool = False
     qk_norm: bool = False
-    norm_eps: NotNegative = 1e-6
-    rope_theta: Annotated[NotNegative, where(lambda theta: theta > 1, "give a number > 1, e.g. 10000")] = 1e4
+    norm_eps: NonNegativeFloat = 1e-6
+    rope_theta: Annotated[
+        NonNegativeFloat, valid_if(lambda theta: theta > 1, "give a number > 1, e.g. 10000")
+    ] = 1e4
     attention: Literal["dense", "nsa"] = "dense"
-    nsa_block_size: Count = 64
-    nsa_compress_block: Count = 32
-    nsa_compress_stride: Count = 16
-    nsa_top_n: Count = 16
-    nsa_window: Count = 512
+    nsa_block_size: PositiveInt = 64
+    nsa_compress_block: PositiveInt = 32
+    nsa_compress_stride: PositiveInt = 16
+    nsa_top_n: PositiveInt = 16
+    nsa_window: PositiveInt = 512
 
     def __post_init__(self) -> None:
         check_multiple(self, "num_heads", of="num_kv_heads")

@@ -5,9 +5,10 @@ from dataclasses import field
 from typing import Annotated, Literal
 
 import torch
+from pydantic import NonNegativeFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from oomph.systems.config_checks import STRICT, Count, NotNegative, one_of, refuse
+from oomph.systems.config_checks import STRICT, invalid_if, one_of
 from oomph.systems.npt.base_model import SHAPES, base_vocab_size, load_base
 from oomph.systems.npt.model import LayerChoice, NPComponent, NPTModel
 
@@ -45,16 +46,16 @@ class NPTConfig:
     model_name: Annotated[str, one_of(SHAPES)] = "llama-3.1-8b"  # one of SHAPES, with random weights
     weights: str | None = None  # a local Hugging Face folder instead
     convert_layers: LayerChoice = "upper_half"
-    rank: Count = 16
-    modulation_scale: NotNegative = 0.1
-    regularization: NotNegative = 0.01
+    rank: PositiveInt = 16
+    modulation_scale: NonNegativeFloat = 0.1
+    regularization: NonNegativeFloat = 0.01
     stream: Literal["teacher", "student", "joint"] = "teacher"
     gradients: Literal["forward", "backward"] = "forward"
     optimization: NPTOptimization = field(default_factory=NPTOptimization)
 
     def __post_init__(self) -> None:
         wrong = self.stream == "joint" and self.gradients == "forward"
-        refuse(wrong, "gradients", "stream='joint' needs gradients='backward'")
+        invalid_if(wrong, "gradients", "stream='joint' needs gradients='backward'")
 
     @property
     def vocab_size(self) -> int:

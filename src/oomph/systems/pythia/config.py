@@ -4,19 +4,12 @@ from dataclasses import replace
 from typing import Annotated, Literal
 
 import torch
+from pydantic import NonNegativeFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from oomph.ops.softmax_attention import BlockPattern
 from oomph.systems.blocks import ACTIVATIONS, total_params
-from oomph.systems.config_checks import (
-    STRICT,
-    Count,
-    NotNegative,
-    Probability,
-    check_multiple,
-    one_of,
-    refuse,
-)
+from oomph.systems.config_checks import STRICT, Probability, check_multiple, invalid_if, one_of
 from oomph.systems.pythia.model import Pythia
 
 # window: neighbouring blocks on either side; stride: every stride-th block of keys.
@@ -31,28 +24,28 @@ class PythiaConfig:
     dropout: on the embeddings and the residual branches, not on attention weights.
     """
 
-    vocab_size: Count = 10_000
-    seq_len: Count = 128
-    hidden_size: Count = 512
-    num_layers: Count = 6
-    num_heads: Count = 8
-    intermediate_size: Count = 2048
+    vocab_size: PositiveInt = 10_000
+    seq_len: PositiveInt = 128
+    hidden_size: PositiveInt = 512
+    num_layers: PositiveInt = 6
+    num_heads: PositiveInt = 8
+    intermediate_size: PositiveInt = 2048
     positions: Literal["learned", "rotary"] = "learned"
-    rotary_fraction: NotNegative = 0.25
+    rotary_fraction: NonNegativeFloat = 0.25
     parallel_residual: bool = False
     activation: Annotated[str, one_of(ACTIVATIONS)] = "relu"
     attention_bias: bool = False
     dropout: Probability = 0.1
-    norm_eps: NotNegative = 1e-5
+    norm_eps: NonNegativeFloat = 1e-5
     sparse: Annotated[str, one_of(PATTERNS)] | None = None
-    block_size: Count = 64
+    block_size: PositiveInt = 64
 
     def __post_init__(self) -> None:
         check_multiple(self, "hidden_size", of="num_heads")
         if self.positions == "rotary":
             turned = int(self.hidden_size // self.num_heads * self.rotary_fraction + 1e-6)
             wrong = not 0 < self.rotary_fraction <= 1 or turned < 2 or turned % 2 == 1
-            refuse(wrong, "rotary_fraction", "give a fraction of the head that is an even number >= 2")
+            invalid_if(wrong, "rotary_fraction", "give a fraction of the head that is an even number >= 2")
 
     @property
     def pattern(self) -> BlockPattern | None:
