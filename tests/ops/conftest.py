@@ -1,5 +1,6 @@
 """Without a GPU, Triton kernels run in its interpreter, made correct and quicker here."""
 
+import dataclasses
 import importlib.util
 
 import pytest
@@ -48,9 +49,45 @@ def _patch_language_once_per_launch():
     interpreter.GridExecutor.__call__ = call
 
 
+def _remember_types():
+    """Triton's interpreter makes types and shapes anew for every value and checks sums for overflow.
+
+    That takes half of its time; the sizes of tests are small.
+    """
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+    block, tensor, numpy_dtype = interpreter.tl.block_type, interpreter.tl.tensor, interpreter._get_np_dtype
+    make_block, make_tensor = block.__init__, tensor.__init__
+    blocks, tensors, dtypes = {}, {}, {}
+
+    def init_block(self, element, shape):
+        key = element.name, *(getattr(size, "value", size) for size in shape)
+        if key not in blocks:
+            make_block(self, element, shape)
+            blocks[key] = vars(self)
+        self.__dict__ = blocks[key]
+
+    def init_tensor(self, handle, type):
+        if type.name not in tensors:
+            make_tensor(self, handle, type)
+            tensors[type.name] = vars(self) | {"handle": None}
+        vars(self).update(tensors[type.name], handle=handle)
+
+    def dtype_of(type):
+        if type.name not in dtypes:
+            dtypes[type.name] = numpy_dtype(type)
+        return dtypes[type.name]
+
+    block.__init__, tensor.__init__, interpreter._get_np_dtype = init_block, init_tensor, dtype_of
+
+
 if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
     _keep_masks_boolean()
     _patch_language_once_per_launch()
+    _remember_types()
 
 
 @pytest.fixture(autouse=True)
