@@ -84,6 +84,7 @@ PROGRAMS = {
     "zip": "z = zipfile.ZipFile('a.zip', 'w'); z.writestr('x', 'y'); z.close(); assert zipfile.is_zipfile('a.zip')",
     "open file of the caller": "caller.write('x'); caller.flush()",
     "chdir": "os.chdir('old'); open('a.bin', 'w').write('x'); os.remove('b.bin'); assert os.listdir('.') == ['a.bin']",
+    "import": "os.mkdir('metrics'); Path('metrics/loss.py').write_text('x = 1'); sys.path.append(os.getcwd()); from metrics import loss; assert loss.x == 1",
     "subprocess": "refused(lambda: subprocess.run(['rm', 'log.txt']))",
     "os.system": "assert os.waitstatus_to_exitcode(os.system('rm log.txt')) == 127 and os.path.exists('log.txt')",
     "below Python": "refused(lambda: posix.unlink('log.txt'))",

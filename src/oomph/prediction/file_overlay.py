@@ -24,7 +24,7 @@ import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, SimpleNamespace
 from typing import Any
 
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -459,6 +459,7 @@ def install(scratch: str) -> Callable[[str, tuple[Any, ...]], None]:
     for supported in (os.supports_follow_symlinks, os.supports_fd, os.supports_effective_ids):
         supported |= {new for old, new in replaced.items() if old in supported}
     _replace_everywhere(replaced)
+    _redirect_imports(overlay)
     shutil._use_fd_functions = False  # type: ignore[attr-defined]  # they name files by a folder's descriptor
     _divert_open_files(overlay)
 
@@ -467,6 +468,15 @@ def install(scratch: str) -> Callable[[str, tuple[Any, ...]], None]:
             refuse_write(event, args, (overlay.scratch,))
 
     return refuse_other_writes
+
+
+def _redirect_imports(overlay: FileOverlay) -> None:
+    """A program can import modules that it wrote; compiled files of modules are not written."""
+    bootstrap: Any = sys.modules["_frozen_importlib_external"]
+    reads = {"stat": os.stat, "listdir": os.listdir, "getcwd": os.getcwd}
+    bootstrap._os = SimpleNamespace(**vars(bootstrap._os) | reads)
+    opened = {"open_code": lambda path: overlay.open(path, "rb")}
+    bootstrap._io = SimpleNamespace(**vars(bootstrap._io) | opened)
 
 
 def _unless_direct(overlay: FileOverlay, name: str) -> Callable[..., Any]:
