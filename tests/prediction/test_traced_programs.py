@@ -423,6 +423,17 @@ def test_what_runs_on_a_gpu_is_traced(program):
     assert oomph.predict(program).peak.allocated > 0
 
 
+@pytest.mark.parametrize("called", [False, True])
+def test_a_scripted_function_is_noted_where_it_is_called(called):
+    def program():
+        scripted = torch.jit.script(lambda x: x * x)
+        x = torch.ones(4, device="cuda", requires_grad=True)
+        (scripted(x) if called else x).sum().backward()
+
+    notes = [note.text for note in oomph.predict(program).notes]
+    assert any("torch.jit" in note for note in notes) is called
+
+
 @pytest.mark.filterwarnings("ignore:Sparse")
 def test_sparse_tensors_stay_on_the_host():
     def program(blocks):

@@ -292,8 +292,17 @@ def _run_compiled(patches: Patches, tracer: Tracer, placement: PlacementMode) ->
         if sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
             # Formulas of torch's forward-mode gradients, functional optimizers of torch.distributed.
             return compile_script(program, *args, _frames_up=_frames_up + 1, **kwargs)
-        tracer.note("torch.jit is traced as eager: fused kernels may need less memory")
-        return program
+        note = "torch.jit is traced as eager: fused kernels may need less memory"
+        if not inspect.isfunction(program):
+            tracer.note(note)
+            return program
+
+        @functools.wraps(program)
+        def noted(*args: Any, **kwargs: Any) -> Any:  # a library scripts functions that a program never calls
+            tracer.note_once(note)
+            return program(*args, **kwargs)
+
+        return noted
 
     def trace(program: Any, example_inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Runs the program once, as torch does. TensorBoard, which asks for the graph, gets an empty one."""
