@@ -37,6 +37,7 @@ import torch
 
 from oomph.errors import OomphError, ProgramError, UserError, blame
 from oomph.prediction import file_overlay
+from oomph.prediction.tracer.saving import find_users_of_safetensors
 from oomph.records import Progress
 from oomph.torch_internals import FakeTensorMode
 from oomph.units import MiB
@@ -141,6 +142,7 @@ def _prepare() -> None:
     FakeTensorMode()  # imports what every trace needs
     with contextlib.suppress(ImportError):
         import safetensors.torch  # noqa: F401
+    find_users_of_safetensors()
     file_overlay.find_patched_references()
     _modules_of_parent = frozenset(sys.modules)
 

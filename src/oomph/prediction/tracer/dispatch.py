@@ -788,8 +788,7 @@ class GradientReuse:
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
-        # The dispatch path adds references; how many depends on the torch release: measure a known case.
-        self._sole_owner_counts = _count_known_case(tracer.fake_mode)
+        self._sole_owner_counts = _count_known_case()
 
     def writes_into_first(self, func: OpOverload, args: Sequence[Any]) -> bool:
         """Whether autograd would write the op's result into its first argument."""
@@ -822,8 +821,11 @@ def _use_counts(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor_use_count(tensor), storage_use_count(storage_id(tensor.untyped_storage()))
 
 
-def _count_known_case(mode: FakeTensorMode) -> tuple[int, int]:
+@functools.cache
+def _count_known_case() -> tuple[int, int]:
+    """The dispatch path adds references; how many depends on the torch release."""
     found: list[tuple[int, int]] = []
+    mode = FakeTensorMode()
 
     class RecordUseCounts(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -21,6 +21,8 @@ from oomph.prediction.tracer.fake_cuda import Patches
 from oomph.torch_internals import FakeTensor, storage_id
 
 _SAVED = b"tensors of a prediction, without data\n"
+_searched_modules: set[str] = set()
+_with_safe_open: set[str] = set()
 _map_location: ContextVar[Any] = ContextVar("map_location", default=None)
 _SAFETENSORS_DTYPES = {
     torch.float64: "F64",
@@ -149,6 +151,13 @@ def _load_to_gpu(patches: Patches) -> None:
     patches.set(*internals.REBUILT_TENSOR_DEVICE, on_its_device)
 
 
+def find_users_of_safetensors() -> None:
+    """Also before a fork, in the parent: to look at every module takes a child as long as a small trace."""
+    new = sys.modules.keys() - _searched_modules
+    _searched_modules.update(new)
+    _with_safe_open.update(name for name in new if "safe_open" in getattr(sys.modules[name], "__dict__", ()))
+
+
 def _save_safetensors_without_data(patches: Patches) -> None:
     """Replaces save_file's code: modules that imported it by name keep the function."""
     if importlib.util.find_spec("safetensors") is None:
@@ -163,8 +172,9 @@ def _save_safetensors_without_data(patches: Patches) -> None:
         with open(filename, "rb") as file:
             return open_real(f"/dev/fd/{file.fileno()}", *args, **kwargs)
 
-    for user in [*sys.modules.values()]:
-        if getattr(user, "__dict__", {}).get("safe_open") is open_real:
+    find_users_of_safetensors()
+    for user in map(sys.modules.get, _with_safe_open):
+        if getattr(user, "safe_open", None) is open_real:
             patches.set(user, "safe_open", open_written)
     real: Any = module.save_file
     real.write = _write_safetensors
