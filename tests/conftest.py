@@ -25,6 +25,7 @@ gc.disable()  # while tests are collected: imports make a million objects, and n
 
 def pytest_collection_finish():
     gc.freeze()  # nor need the collections of the tests look at them
+    gc.set_threshold(20_000)  # of 2000 by default: what tests make lives long, or does not need a collection
     gc.enable()
 
 
