@@ -6,6 +6,7 @@ import sysconfig
 import traceback
 import warnings
 from enum import IntEnum
+from fractions import Fraction
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -58,6 +59,7 @@ class ProgramError(OomphError):
     exit_status = ExitStatus.PROGRAM_ERROR
     assumed: tuple[str, ...] = ()  # conditions on unknown values that the program branched on before
     last_condition: tuple[str, int, int] | None = None  # file, line and count of the last of them
+    share: tuple[str, int, Fraction] | None = None  # of a mask that a line selects: it would not have failed
 
     def __init__(
         self, message: str, file: str | None = None, line: int | None = None, traceback: str = ""

@@ -361,3 +361,24 @@ def test_an_op_without_a_rule_is_estimated_with_a_note():
     notes = notes_of(program)
     assert "oomph_test.positive" in notes
     assert "as large as the first argument" in notes
+
+
+@pytest.mark.parametrize("further", [(), (3,)])
+def test_a_mask_selects_what_the_shape_of_its_result_says(further):
+    def program():
+        layer = nn.Linear(20, 20, device="cuda")
+        for batch in (16, 4):
+            x = torch.ones(batch, 20, 20, *further, device="cuda", requires_grad=True)
+            mask = layer(torch.randn(batch, 20, 20, device="cuda")) > 0
+            x[mask].view(batch, 18, 18, *further).sum().backward()
+
+    assert oomph.predict(program).interval is None
+
+
+def test_a_wrong_shape_of_what_a_known_mask_selects_is_the_programs_error():
+    def program():
+        mask = torch.arange(8, device="cuda") > 3
+        torch.ones(8, device="cuda")[mask].view(5)
+
+    with pytest.raises(ProgramError, match="input of size 4"):
+        oomph.predict(program)

@@ -151,6 +151,7 @@ def predict_isolated(
     """`function` predicts in a child process; in fresh ones again where the outcome depends on a guess.
 
     If the program fails after conditions on unknown values, they get the other answer, one after the other.
+    If it gives what a mask selects a shape for another number of elements, the mask selects that number.
     If sizes depend on values, the interval is found with the most and with the fewest elements.
     """
     if is_isolated():
@@ -164,6 +165,11 @@ def predict_isolated(
                 prediction = run_isolated(function, progress, allow)
             break
         except OomphError as error:
+            if isinstance(error, ProgramError) and error.share and len(assumed.shares) < _MOST_CONDITIONS:
+                file, line, share = error.share
+                if (file, line) not in assumed.shares:
+                    assumed = replace(assumed, shares={**assumed.shares, (file, line): share})
+                    continue
             first = next(iter(failed.values()), error)
             last = error.last_condition if isinstance(error, ProgramError) else None
             if last is None or last in failed or len(failed) == _MOST_CONDITIONS:
@@ -171,7 +177,7 @@ def predict_isolated(
                     raise
                 raise first from None
             failed[last] = error
-            assumed = Assumptions(frozenset(failed))
+            assumed = replace(assumed, other_answers=frozenset(failed))
     notes = []
     for (file, line, _), failure in failed.items():
         text = str(failure).split("\n")[0]
@@ -544,6 +550,7 @@ def _program_error(error: BaseException, tracer: Tracer) -> ProgramError:
     """The program's own failure, with the guesses that it branched on before."""
     found, estimates = ProgramError.of(error), tracer.estimates
     found.last_condition = estimates.last_condition
+    found.share = estimates.share_stated(str(found))
     found.assumed = tuple(
         f"{site.file}:{site.line}: a condition on values is taken as {str(answer).lower()}"
         for site, answer in list(estimates.conditions)[-_CONDITIONS_SHOWN:]

@@ -19,11 +19,13 @@ import contextlib
 import functools
 import itertools
 import math
+import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -139,6 +141,7 @@ _WITH_RULES: tuple[Collection[OpOverload], ...] = (
 _FOLLOWED = "_oomph_followed"  # the attribute of a tensor whose values may be known or guessed
 
 
+Line = tuple[str, int]  # file, number
 # File, line, and how often the line has asked; 0: a loop that was prolonged.
 ConditionKey = tuple[str, int, int]
 
@@ -146,9 +149,11 @@ ConditionKey = tuple[str, int, int]
 @dataclass(frozen=True, slots=True)
 class Assumptions:
     """`other_answers`: the conditions that get the other answer from then on. `sizes`: how many elements ops
-    select whose result depends on values; `most`: times the typical number, at most."""
+    select whose result depends on values; `most`: times the typical number, at most. `shares`: the part of a
+    mask's elements that a line selects."""
 
     other_answers: frozenset[ConditionKey] = frozenset()
+    shares: Mapping[Line, Fraction] = field(default_factory=dict)
     sizes: Literal["fewest", "typical", "most"] = "typical"
     most: float = 3.0
 
@@ -783,7 +788,8 @@ class ValueEstimates:
         self._note_once = note_once
         self._site = site
         self._stated = WeakIdKeyDictionary()  # mask -> how many elements the program says it selects
-        self._asked: Counter[tuple[str, int]] = Counter()
+        self._selected: dict[Line, tuple[int, int]] = {}  # guesses: so many of the elements of a mask
+        self._asked: Counter[Line] = Counter()
         as_guessed = frozenset(key[:2] for key in self._assumptions.other_answers if not key[2])
         self._loops = Loops(self._assumptions.sizes, as_guessed, allocated)
         self.conditions: dict[tuple[Site, bool], None] = {}  # guesses that the program branched on, in order
@@ -913,18 +919,47 @@ class ValueEstimates:
         call = OpCall(func, args, kwargs)
         return rule(self, fake, bind(*call), partial(self._values.compute, call))
 
+    def share_stated(self, error: str) -> tuple[str, int, Fraction] | None:
+        """The part of a mask that a line selects, of a program that failed because it gave the selected
+        elements a shape, as in x[mask].view(n, 32, 32), that does not go with the guess of their number."""
+        found = re.search(r"shape '\[([-\d, ]+)\]' is invalid for input of size (\d+)", error)
+        if found is None:
+            return None
+        shape, size = [int(each) for each in found[1].split(",")], int(found[2])
+        wanted = math.prod(each for each in shape if each != -1)
+        if -1 in shape:
+            wanted *= max(round(size / max(wanted, 1)), 1)
+        for line, (rows, elements) in reversed(self._selected.items()):
+            each = size // max(rows, 1)  # what a selected element has in further dimensions
+            if each and rows * each == size and wanted % each == 0 and wanted <= elements * each:
+                return *line, Fraction(wanted // each, elements)
+        return None
+
     def _rows_selected(self, mask: torch.Tensor) -> int:
         """How many elements nonzero finds."""
         self._values.resolve(mask)
-        found, elements = self._values.of(mask), mask.numel()
+        found = self._values.of(mask)
         if mask in self._stated:
             return int(self._stated[mask])
+        if found.whole and found.known:
+            return int(found.values.count_nonzero())
+        site = self._site() or Site("", 0, "")
+        line = site.file, site.line
+        if line in self._assumptions.shares:
+            self._note("how many elements a mask selects follows from the shape that the program gives them")
+            return round(self._assumptions.shares[line] * mask.numel())
+        rows = self._rows_guessed(mask, found)
+        self._selected.pop(line, None)  # the latest is the last
+        self._selected[line] = rows, mask.numel()
+        return rows
+
+    def _rows_guessed(self, mask: torch.Tensor, found: Representative) -> int:
+        elements = mask.numel()
         op = "aten.nonzero (also run for x[mask])"
         if found.whole:
             count = int(found.values.count_nonzero())
-            if not found.known:
-                self.sizes_assumed = True
-                self._note(f"the size of the result of {op} depends on values: {count:,} is assumed")
+            self.sizes_assumed = True
+            self._note(f"the size of the result of {op} depends on values: {count:,} is assumed")
             return count
         typical = math.ceil(elements * _fraction(found))
         if mask.dim() > 1 and typical >= _SEVERAL * len(mask):
