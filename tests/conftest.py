@@ -8,24 +8,28 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import warnings
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors this small take longer with more; before torch
 
-import torch
+# With `-n 2`, this process only starts others, which run the tests: they do not wait until it has torch.
+STARTS_OTHERS = "-n" in sys.argv[:-1] and sys.argv[sys.argv.index("-n") + 1] != "0"
+if "PYTEST_XDIST_WORKER" in os.environ or not STARTS_OTHERS:
+    import torch
 
-from oomph.prediction import isolation
+    from oomph.prediction import isolation
 
-if not torch.cuda.is_available():
+if "torch" in globals() and not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # for all tests alike, and before Triton is imported
 gc.disable()  # while tests are collected: imports make a million objects, and none of them is garbage
 
 
 def pytest_collection_finish():
     gc.freeze()  # nor need the collections of the tests look at them
-    gc.set_threshold(20_000)  # of 2000 by default: what tests make lives long, or does not need a collection
+    gc.set_threshold(20_000)  # not 700: cycles are few
     gc.enable()
 
 
@@ -45,7 +49,7 @@ def pytest_configure():
     for number, heard in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, heard)
-    if not torch.cuda.is_available():
+    if "torch" in globals() and not torch.cuda.is_available():
         # Autograd starts threads for the devices of the first backward pass, after which no fork can run one.
         # Inside a FakeTensorMode, as some tests begin, there would be a device.
         torch.zeros((), requires_grad=True).backward()
