@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_block_mask
 
 import oomph
 from oomph.errors import ProgramError
@@ -171,3 +172,18 @@ def test_products_with_odd_sizes_are_padded():
     logits = 2 * 8192 * 8193
     assert prediction.peak.allocated > 4 * logits
     assert any("odd sizes" in note.text for note in prediction.notes)
+
+
+def test_tensors_are_on_the_gpu_after_a_compiled_block_mask():
+    """It enters a torch function mode: the code that Dynamo makes of it sets the modes of the program."""
+
+    def program():
+        def causal(batch, head, query, key):
+            return query >= key
+
+        torch.compile(create_block_mask)(causal, None, None, 256, 256)
+        x = torch.ones(4, device="cuda", requires_grad=True)
+        assert x.is_cuda
+        x.sum().backward()
+
+    oomph.predict(program)

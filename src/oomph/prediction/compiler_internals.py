@@ -7,7 +7,7 @@ release moved fails here, and the program is traced as eager.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch._dynamo.convert_frame
 import torch._dynamo.guards
 import torch._dynamo.repro.after_aot
 import torch._dynamo.trace_rules
+import torch._dynamo.utils
 import torch._functorch.config
 import torch._inductor.async_compile
 import torch._inductor.compile_fx
@@ -54,6 +55,7 @@ CACHING_ALLOCATOR: tuple[Any, str] = (torch._C, "_cuda_cudaCachingAllocator_is_e
 COMPILE_FX: tuple[Any, str] = (torch._inductor.compile_fx, "compile_fx")
 COMPILE_TO_MODULE: tuple[Any, str] = (torch._inductor.graph.GraphLowering, "_compile_to_module_lines")
 CONVERT_FRAME: tuple[Any, str] = (torch._dynamo.convert_frame.CatchErrorsWrapper, "__call__")
+SET_FUNCTION_MODES: tuple[Any, str] = (torch._dynamo.utils, "set_torch_function_mode_stack")
 CUDA_DEVICE_GUARD: tuple[Any, str] = (torch.cuda, "_DeviceGuard")
 CUDA_SYSTEM_INFO: tuple[Any, str] = (torch._dynamo.repro.after_aot, "_cuda_system_info_comment")
 CONSTANT_LIMIT: tuple[Any, str] = (torch.fx.experimental.proxy_tensor, "CONSTANT_NUMEL_LIMIT")
@@ -100,6 +102,13 @@ def without_function_modes() -> Iterator[None]:
     finally:
         for mode in reversed(modes):
             torch._C._push_on_torch_function_stack(mode)
+
+
+def keep_function_mode(mode: Any, real: Callable[[list[Any]], None], stack: list[Any]) -> None:
+    """Compiled code of a function that enters torch function modes sets the modes that Dynamo saw: no others
+    were there (`without_function_modes`)."""
+    modes = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+    real([each for each in modes if each is mode] + [each for each in stack if each is not mode])
 
 
 def forget_triton() -> None:

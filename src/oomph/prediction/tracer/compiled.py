@@ -17,6 +17,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,6 +78,8 @@ class Compiler:
             return internals.ConvertFrameReturn()
 
         patches.set(*internals.CONVERT_FRAME, convert_frame)
+        set_modes = partial(internals.keep_function_mode, placement, getattr(*internals.SET_FUNCTION_MODES))
+        patches.set(*internals.SET_FUNCTION_MODES, set_modes)
         patches.set(*internals.CUDA_DEVICE_GUARD, NullContext)
         internals.skip_in_dynamo("oomph.prediction")
         tracer.after_trace += [internals.reset_dynamo, internals.forget_triton]
