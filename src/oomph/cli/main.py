@@ -124,7 +124,8 @@ def run(arguments: Sequence[str]) -> int:
     except BrokenPipeError:  # of `oomph --help | head`
         return ExitStatus.FITS
     except _UsageError as error:
-        _print_error(f"{_one_line(error.format_message())}; {_advice(error)}")  # type: ignore[attr-defined]
+        message, advice = _one_line(error.format_message()), _advice(error)  # type: ignore[attr-defined]
+        _print_error(f"{message} ({advice})" if message.endswith("?") else f"{message}; {advice}")
         return ExitStatus.USER_ERROR
     except ProgramError as error:
         from oomph.cli.targets import program_error_text

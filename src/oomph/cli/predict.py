@@ -78,7 +78,7 @@ class DiagnoseOptions(TargetOptions):
 @dataclass(frozen=True, slots=True)
 class PredictOptions(DiagnoseOptions):
     snapshot: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write a snapshot for PyTorch's memory visualiser.")
+        str | None, typer.Option(metavar="FILE", help="Write a snapshot for PyTorch's memory visualizer.")
     ] = None
     plan: PlanFile = None
     stages: Annotated[

@@ -116,7 +116,7 @@ def check_target(target: str, overrides: Sequence[str] = ()) -> None:
     source, _ = split_target(target)
     for word in overrides:
         if word.startswith("-"):
-            raise UserError(f"No such option: {word}; see `oomph --help` and the help of the command")
+            raise UserError(f"No such option: {word}; the options are in `oomph COMMAND --help`")
     _sizes(overrides, target)
     if _is_file(source):
         check_python_file(source)
@@ -200,7 +200,8 @@ def split_target(target: str) -> tuple[str, str]:
             raise UserError(
                 f"target {target!r} is a whole script, which this command does not take; give {_NO_SCRIPT}"
             )
-        raise UserError(f"target {target!r} has no colon{_nearest_file(Path(target))}; {VALID}")
+        what = "is a folder" if os.path.isdir(target) else f"has no colon{_nearest_file(Path(target))}"
+        raise UserError(f"target {target!r} {what}; {VALID}")
     if not source or not name.isidentifier():
         raise UserError(f"target {target!r} is not valid; {VALID}")
     return source, name

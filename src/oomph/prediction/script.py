@@ -173,7 +173,9 @@ class _ScriptSteps:
         tracer.work.begin(counting=number <= self._script.steps)  # later ones wait for another optimizer
         tracer.recorder.mark(f"step {number}")
         self._first_event = len(tracer.recorder.events)
-        self._progress(f"running {self._script.name}: step {number} of {self._script.steps}", None)
+        wanted = self._script.steps
+        of = f"of {wanted}" if number <= wanted else f"(until each optimizer has stepped {wanted} times)"
+        self._progress(f"running {self._script.name}: step {number} {of}", None)
 
     def made(self, optimizer: torch.optim.Optimizer) -> None:
         self._counts[optimizer] = 0

@@ -1,4 +1,4 @@
-"""A predicted run as a snapshot file that PyTorch's memory visualiser opens.
+"""A predicted run as a snapshot file that PyTorch's memory visualizer opens.
 
 The format is that of `torch.cuda.memory._dump_snapshot`; pytorch.org/memory_viz and
 `python -m torch.cuda._memory_viz` both read it. The viewer in the browser has its own unpickler, which
