@@ -5,6 +5,7 @@
     python -m benchmarks.accuracy.kernels convolutions --out FILE       # on a GPU: cuDNN's workspaces
     python -m benchmarks.accuracy.kernels convolutions --table --out FILE.csv.gz    # for predictions
     python -m benchmarks.accuracy.kernels convolutions --search --out FILE          # what the search takes
+    python -m benchmarks.accuracy.kernels convolutions --any --out FILE             # of any shape
     python -m benchmarks.accuracy.kernels compare-convolutions [FILE]   # anywhere
 
 Whole models hide a kernel's temporaries behind larger tensors; here each is alone.
@@ -17,6 +18,7 @@ import csv
 import gzip
 import itertools
 import json
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -512,13 +514,62 @@ def convolution_table() -> list[dict[str, Any]]:
     ]
 
 
+# A convolution of any shape: sizes of input and weight, and so on, each joined by "x".
+ANY = ("x", "w", "stride", "padding", "dilation", "groups", "transposed", "dtype", "channels_last")
+ANY_CHANNELS = (1, 3, 8, 16, 24, 32, 40, 64, 80, 96, 112, 128, 192, 256, 320, 512, 768, 1024)
+KERNELS = {1: (1, 2, 3, 3, 4, 5, 7, 9, 15), 2: (1, 2, 3, 3, 3, 4, 5, 7), 3: (1, 2, 3, 3, 4)}
+LONGEST = {1: 12, 2: 9, 3: 6}  # powers of two
+
+
+def any_convolutions(count: int) -> list[dict[str, Any]]:
+    """A sample of shapes, always the same: oblong images and kernels, groups, dilation, transposed ones."""
+    draw, cases = random.Random(0), list[dict[str, Any]]()
+    while len(cases) < count:
+        rank = draw.choice((1, 2, 2, 3))
+        side = 2 ** draw.uniform(2, LONGEST[rank])
+        image = [max(1, int(side * 2 ** draw.choice((0, 0, 0, -0.5, 0.7)))) for _ in range(rank)]
+        width = [draw.choice(KERNELS[rank])] * rank
+        if rank == 2 and draw.random() < 0.1:
+            width[draw.randrange(2)] = 1
+        groups = draw.choice((2, 4, 16, 32)) if draw.random() < 0.1 else 1
+        both = [-(-draw.choice(ANY_CHANNELS) // groups) * groups for _ in range(2)]
+        transposed = draw.random() < 0.1
+        dilation = draw.choice((2, 4)) if draw.random() < 0.1 and not transposed else 1
+        batch = draw.choice((1, 2, 4, 8, 16, 32, 50, 64, 128, 256))
+        fits = all(size >= dilation * (k - 1) + 1 for size, k in zip(image, width, strict=True))
+        if not fits or batch * max(both) * math.prod(image) * 4 > 1 << 29:
+            continue
+        weight = [both[not transposed], both[transposed] // groups, *width]
+        sizes: dict[str, list[int]] = {
+            "x": [batch, both[0], *image],
+            "w": weight,
+            "stride": [draw.choice((1, 1, 1, 2))] * rank,
+            "padding": [dilation * (k - 1) // 2 for k in width],
+            "dilation": [dilation] * rank,
+        }
+        cases.append(
+            {name: "x".join(map(str, values)) for name, values in sizes.items()}
+            | {"groups": groups, "transposed": int(transposed), "dtype": draw.choice(("float32", "bfloat16"))}
+            | {"channels_last": int(rank > 1 and draw.random() < 0.2)}
+        )
+    return cases
+
+
 def convolution_calls(case: dict[str, Any], device: str) -> list[tuple[Any, tuple[Any, ...]]]:
     """The op and its arguments, for each pass."""
-    b, i, o, k, stride, size, dtype, last = (case[name] for name in COLUMNS)
-    options: dict[str, Any] = {"device": device, "dtype": getattr(torch, dtype)}
-    format = torch.channels_last if last else torch.contiguous_format
-    x, w = (torch.empty(s, **options).to(memory_format=format) for s in ((b, i, size, size), (o, i, k, k)))
-    geometry = (None, [stride] * 2, [(k - 1) // 2] * 2, [1] * 2, False, [0] * 2, 1)
+    if "x" in case:
+        sizes = {name: [int(size) for size in case[name].split("x")] for name in ANY[:5]}
+    else:
+        b, i, o, k, stride, size = (int(case[name]) for name in COLUMNS[:6])
+        sizes = {"x": [b, i, size, size], "w": [o, i, k, k], "stride": [stride] * 2}
+        sizes |= {"padding": [(k - 1) // 2] * 2, "dilation": [1] * 2}
+    options: dict[str, Any] = {"device": device, "dtype": getattr(torch, case["dtype"])}
+    rank = len(sizes["stride"])
+    last = {2: torch.channels_last, 3: torch.channels_last_3d}.get(rank, torch.contiguous_format)
+    format = last if int(case["channels_last"]) else torch.contiguous_format
+    x, w = (torch.empty(sizes[name], **options).to(memory_format=format) for name in ("x", "w"))
+    transposed, groups = bool(int(case.get("transposed", 0))), int(case.get("groups", 1))
+    geometry = (None, *(sizes[name] for name in ANY[2:5]), transposed, [0] * rank, groups)
     forward, backward = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
     gradient = torch.empty_like(forward(x, w, *geometry))
     masks = ((True, False, False), (False, True, False))
@@ -528,7 +579,7 @@ def convolution_calls(case: dict[str, Any], device: str) -> list[tuple[Any, tupl
 def measure_convolutions(out: Path, cases: list[dict[str, Any]]) -> None:
     """The bytes that each pass requests beyond its result: cuDNN's workspace."""
     with gzip.open(out, "wt") if out.suffix == ".gz" else out.open("w") as file:
-        writer = csv.DictWriter(file, [*COLUMNS, *PASSES], lineterminator="\n")
+        writer = csv.DictWriter(file, [*cases[0], *PASSES], lineterminator="\n")
         writer.writeheader()
         for case in cases:
             found = []
@@ -550,10 +601,10 @@ def compare_convolutions(measured: Path) -> None:
     from oomph.torch_internals import FakeTensorMode
 
     gpu = gpus.find("h200")
-    errors: dict[str, list[tuple[bool, float]]] = {name: [] for name in PASSES}
+    errors: dict[str, list[tuple[bool, int, int]]] = {name: [] for name in PASSES}
     for row in csv.DictReader(measured.open()):
         with FakeTensorMode():
-            calls = convolution_calls(row | {n: int(row[n]) for n in COLUMNS if n != "dtype"}, "cpu")
+            calls = convolution_calls(row, "cpu")
         gradient, x = calls[1][1][:2]
         for name, (op, arguments) in zip(PASSES, calls, strict=True):
             temporaries = [size for size in temporaries_of(op, arguments, {}, gpu) if size]
@@ -561,14 +612,14 @@ def compare_convolutions(measured: Path) -> None:
             ours = sum(searched or [size for size in temporaries if isinstance(size, int) and size > 0])
             real = int(row[name])
             same_blocks = -(-ours // 512) == -(-real // 512)
-            errors[name].append((same_blocks, abs(ours - real) / (x.nbytes + gradient.nbytes)))
+            errors[name].append((same_blocks, abs(ours - real), x.nbytes + gradient.nbytes))
     for name, found in errors.items():
-        exact = sum(same for same, _ in found) / len(found)
-        close = sum(error <= 0.02 for _, error in found) / len(found)
-        mean = sum(error for _, error in found) / len(found)
+        exact = sum(same for same, _, _ in found) / len(found)
+        close = sum(error <= 0.02 * both for _, error, both in found) / len(found)
+        total = sum(error for _, error, _ in found) / sum(both for _, _, both in found)
         print(
             f"{name:8s} {len(found)} passes: {exact:.1%} exact; of input and output together, {close:.1%}"
-            f" within 2 %, mean error {mean:.1%}"
+            f" within 2 %, all errors {total:.1%}"
         )
 
 
@@ -583,6 +634,7 @@ def main() -> None:
     convolutions.add_argument("--out", type=Path, required=True)
     convolutions.add_argument("--count", type=int, default=1200)
     convolutions.add_argument("--table", action="store_true", help="the cases that predictions use")
+    convolutions.add_argument("--any", action="store_true", help="of any shape, in one to three dimensions")
     convolutions.add_argument("--search", action="store_true", help="with torch.backends.cudnn.benchmark")
     compared = commands.add_parser("compare-convolutions")
     compared.add_argument("measured", type=Path, nargs="?", default=RESULTS / "convolutions_h200.csv")
@@ -592,9 +644,8 @@ def main() -> None:
     if given.command == "measure":
         measure(given.out)
     elif given.command == "convolutions":
-        measure_convolutions(
-            given.out, convolution_table() if given.table else convolution_cases(given.count)
-        )
+        sample = any_convolutions if given.any else convolution_cases
+        measure_convolutions(given.out, convolution_table() if given.table else sample(given.count))
     elif given.command == "compare-convolutions":
         compare_convolutions(given.measured)
     else:

@@ -2,6 +2,11 @@
 
 import contextlib
 import csv
+import importlib.util
+import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -490,3 +495,26 @@ def test_convolutions_without_cudnn_unfold_one_sample_and_multiply():
         return step
 
     assert oomph.predict(target, gpu="h200").peak.allocated / 2**20 == pytest.approx(220, abs=0.5)
+
+
+GROUPED = """
+import torch, oomph
+
+def workload():
+    model = lambda: torch.nn.Conv2d(216, 216, 3, padding=1, groups=9, bias=False)
+    batch = lambda device: torch.empty(10, 216, 28, 28, device=device).to(memory_format=torch.channels_last)
+    loss = lambda model, x: model(x).sum()
+    return oomph.Workload(model=model, batch=batch, loss=loss, optimizer=torch.optim.SGD)
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("nvidia") is None, reason="cuDNN is not installed")
+@pytest.mark.parametrize(("asked", "expected"), [("1", 19132951), ("0", 14766952)])  # measured: the former
+def test_workspaces_are_those_that_cudnn_states(tmp_path, asked, expected):
+    (tmp_path / "grouped.py").write_text(GROUPED)
+    command = [sys.executable, "-m", "oomph", "predict", "grouped.py:workload", "--gpu", "h200", "--json"]
+    environment = os.environ | {"OOMPH_CUDNN": asked}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True)
+    at_peak = json.loads(result.stdout)["at_peak"]
+    largest = max(row["bytes"] for row in at_peak if row["kind"] == "workspace")
+    assert largest == -(-expected // 512) * 512

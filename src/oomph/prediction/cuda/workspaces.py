@@ -1,11 +1,11 @@
 """cuBLAS and cuDNN: workspaces, products in a wider dtype than their factors, and recurrent layers.
 
 cuBLAS keeps its workspaces. Convolutions take one workspace per pass, freed when the pass is over. cuDNN's
-heuristics choose the algorithm, and without a GPU they cannot be asked. A convolution of NCHW tensors with a
-stride of 1 or 2 is taken to use the algorithm of the most similar one of 24,596 that were measured on an H200
-(convolutions_h200.csv.gz: torch 2.11, cuDNN 9.19, TF32 on). The others follow rules found by measurements.
-The tensor-core kernels read NHWC with channels in multiples of 16 bytes, so tensors that are not so are
-copied into the workspace.
+heuristics choose the algorithm; where the library is installed, they are asked (cudnn.py). Elsewhere, a
+convolution of NCHW tensors with a stride of 1 or 2 is taken to use the algorithm of the most similar one of
+24,596 that were measured on an H200 (convolutions_h200.csv.gz: torch 2.11, cuDNN 9.19, TF32 on), and the
+others follow rules found by measurements. The tensor-core kernels read NHWC with channels in multiples of 16
+bytes, so tensors that are not so are copied into the workspace.
 
 nn.LSTM, nn.GRU and nn.RNN dissolve into cells above the dispatch mode, so CUDA's path is taken at autograd's
 key, as one op per call. A call makes what _cudnn_rnn makes on a GPU (ATen/native/cudnn/RNN.cpp): the results,
@@ -25,12 +25,14 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from oomph.gpus import GPU
+from oomph.prediction.cuda import cudnn
+from oomph.prediction.cuda.cudnn import Pass
 from oomph.prediction.cuda.rules import (
     HOST_OUTPUTS,
     NEXT_RESULT,
@@ -177,8 +179,6 @@ def _grouped_product(fake: Fake, func: OpOverload, args: Sequence[Any], kwargs: 
 
 # ---------------------------------------------------------------------------------------- cuDNN: convolutions
 
-Pass = Literal["forward", "data", "weight"]
-
 _TILE = 128  # rows and columns of a weight gradient that one multiprocessor computes at a time
 _LEAST_PART = 1024  # positions that a part of a split weight gradient adds up
 _LONG_SUM = 1 << 14  # with fewer positions, weight gradients in half precision are not split
@@ -215,14 +215,24 @@ class _Convolution(NamedTuple):
     output: _Side
     weight: int  # elements
     image: tuple[int, ...]
+    output_image: tuple[int, ...]
     kernel_size: tuple[int, ...]
     strides: tuple[int, ...]
     padding: tuple[int, ...]
-    item: int  # bytes of an element
-    dilated: bool = False
+    dilation: tuple[int, ...]
+    dtype: torch.dtype
     groups: int = 1
     depthwise: bool = False
     channels_last: bool = False
+
+    @property
+    def item(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.itemsize
+
+    @property
+    def dilated(self) -> bool:
+        return any(step != 1 for step in self.dilation)
 
     @property
     def kernel(self) -> int:
@@ -287,10 +297,17 @@ def _workspace(found: _Convolution, kind: Pass, gpu: GPU) -> int:
     if not torch.backends.cudnn.enabled:  # torch's own kernels: the columns of one sample (im2col)
         columns = found.input.channels // found.groups * found.kernel * found.output.plane * found.item
         return 0 if found.is_product or found.depthwise else columns
+    if found.depthwise and not found.channels_last:  # torch's own kernels
+        return 0
+    if not found.is_product:  # cuDNN does not offer products without a GPU
+        stated = cudnn.workspace(_problem(found, kind), gpu)
+        nearest = _workspace_of_nearest(found, kind, gpu) if _is_like_measured(found) else None
+        if nearest is not None and (stated is None or _is_more_complete(found, kind, gpu, stated, nearest)):
+            return nearest
+        if stated is not None:
+            return stated
     if found.depthwise:
         return _depthwise(found, kind)
-    if _is_like_measured(found) and not found.is_product:
-        return _workspace_of_nearest(found, kind, gpu)
     if kind != "weight":
         as_it_is = found.is_product and (found.input.plane % 4 == 0 or found.weight < _LARGE_WEIGHT)
         return 0 if as_it_is or _is_direct(found, kind) else _copies_inside(found, kind)
@@ -299,6 +316,15 @@ def _workspace(found: _Convolution, kind: Pass, gpu: GPU) -> int:
         sums = gpu.multiprocessors * _TILE * _TILE * 4 if split else 0
         return min(found.batch * found.weight * 4, found.input.bytes + found.output.bytes + sums)
     return 0 if _is_direct(found, kind) else _copies_inside(found, kind) + _partial_sums(found, gpu)
+
+
+def _is_more_complete(found: _Convolution, kind: Pass, gpu: GPU, stated: int, nearest: int) -> bool:
+    """Whether `nearest`, which was measured, has what cuDNN does not state without a GPU: Fourier transforms,
+    and all parts of a weight gradient's sum."""
+    if kind != "weight" or gpu.capability != _MEASURED_CAPABILITY:
+        return False
+    parts = gpu.multiprocessors * _TILE * _TILE * 4
+    return nearest == _fourier(found, kind) or 0 < nearest - stated < parts
 
 
 def _search(found: _Convolution, kind: Pass, gpu: GPU) -> Iterator[Search]:
@@ -342,8 +368,8 @@ def _is_direct(found: _Convolution, kind: Pass) -> bool:
 
 
 def _depthwise(found: _Convolution, kind: Pass) -> int:
-    """torch has kernels of its own, without workspace; cuDNN, for channels last, takes one in float32."""
-    if kind == "weight" and found.channels_last and found.item == 4 and found.kernel > _SMALL_KERNEL:
+    """Of channels last."""
+    if kind == "weight" and found.item == 4 and found.kernel > _SMALL_KERNEL:
         return (2 + found.kernel_size[-1]) * found.input.bytes
     return 0
 
@@ -413,7 +439,7 @@ class _Measured(NamedTuple):
     position: tuple[float, ...]
 
 
-_MEASURED_MULTIPROCESSORS = 132  # of an H200
+_MEASURED_CAPABILITY, _MEASURED_MULTIPROCESSORS = (9, 0), 132  # of an H200
 _TOLERANCE = 700  # workspaces that differ by less are those of one algorithm
 
 
@@ -434,22 +460,26 @@ def _measurements() -> dict[_Kernel, list[tuple[int, ...]]]:
 
 @functools.cache
 def _measured(kernel: _Kernel) -> list[_Measured]:
-    dtype, width, stride = kernel
-    item = getattr(torch, dtype).itemsize
+    name, width, stride = kernel
+    dtype: torch.dtype = getattr(torch, name)
+    item = dtype.itemsize
     found = []
     for batch, inside, outside, size, forward, data, weight in _measurements()[kernel]:
         padding = (width - 1) // 2
-        planes = size**2, ((size + 2 * padding - width) // stride + 1) ** 2
+        side = (size + 2 * padding - width) // stride + 1
+        planes = size**2, side**2
         case = _Convolution(
             batch=batch,
             input=_Side(inside, planes[0], item * batch * inside * planes[0]),
             output=_Side(outside, planes[1], item * batch * outside * planes[1]),
             weight=inside * outside * width**2,
             image=(size, size),
+            output_image=(side, side),
             kernel_size=(width, width),
             strides=(stride, stride),
             padding=(padding, padding),
-            item=item,
+            dilation=(1, 1),
+            dtype=dtype,
         )
         workspaces: dict[Pass, int] = {"forward": forward, "data": data, "weight": weight}
         found.append(_Measured(case, workspaces, _position(case)))
@@ -589,20 +619,39 @@ def _describe(call: BoundArguments, output: tuple[int, ...], format: torch.memor
     batch, channels = input.shape[:2]
     item = input.element_size()
     sides = [_Side(s[1], math.prod(s[2:]), math.prod(s) * item) for s in (input.shape, output)]
+    images = [tuple(s[2:]) for s in (input.shape, output)]
     return _Convolution(
         batch=batch,
         input=sides[call["transposed"]],
         output=sides[not call["transposed"]],
         weight=weight.numel(),
-        image=tuple((output if call["transposed"] else input.shape)[2:]),
+        image=images[call["transposed"]],
+        output_image=images[not call["transposed"]],
         kernel_size=tuple(weight.shape[2:]),
         strides=_for_each(call["stride"], input),
         padding=_for_each(call["padding"], input),
-        item=item,
-        dilated=any(step != 1 for step in call["dilation"]),
+        dilation=_for_each(call["dilation"], input),
+        dtype=input.dtype,
         groups=call["groups"],
         depthwise=not call["transposed"] and call["groups"] == channels > 1,
         channels_last=format is not torch.contiguous_format,
+    )
+
+
+def _problem(found: _Convolution, kind: Pass) -> cudnn.Problem:
+    inside, outside = found.input.channels, found.output.channels
+    return cudnn.Problem(
+        kind,
+        input=(found.batch, inside, *found.image),
+        weight=(outside, inside // found.groups, *found.kernel_size),
+        output=(found.batch, outside, *found.output_image),
+        stride=found.strides,
+        padding=found.padding,
+        dilation=found.dilation,
+        dtype=found.dtype,
+        channels_last=found.channels_last,
+        deterministic=torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled(),
+        tf32=torch.backends.cudnn.allow_tf32,
     )
 
 

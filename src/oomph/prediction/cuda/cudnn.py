@@ -1,0 +1,368 @@
+"""The workspaces of convolutions as cuDNN states them, without a GPU.
+
+cuDNN 9.8 and later chooses algorithms for a GPU that it only has a description of (deviceless ahead-of-time
+compilation). The library comes with every CUDA build of torch, and with `pip install oomph[cudnn]`. It is not
+asked if the environment variable OOMPH_CUDNN is 0.
+
+As in torch (ATen/native/cudnn/Conv_v8.cpp), the first configuration of cuDNN's heuristics that makes a plan
+is taken, and its fallback list comes after them. How many multiprocessors each cluster (GPC) of a card has
+is not part of its description. Some kernels split their sums by it, so such workspaces may differ from those
+on the card by the parts of a sum. Products (1 x 1) and Fourier transforms are not offered without a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib.util
+import itertools
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from oomph.gpus import GPU, Capability
+
+Pass = Literal["forward", "data", "weight"]
+
+_LEAST_VERSION = 90800  # has descriptions of GPUs
+
+
+# Parts of the enumerations of cudnn_graph.h, by the names that they have there.
+
+
+class _Kind(IntEnum):
+    """CUDNN_BACKEND_..._DESCRIPTOR"""
+
+    CONVOLUTION = 1
+    ENGINE = 2
+    ENGINECFG = 3
+    ENGINEHEUR = 4
+    EXECUTION_PLAN = 5
+    OPERATION_CONVOLUTION_FORWARD = 10
+    OPERATION_CONVOLUTION_BACKWARD_FILTER = 11
+    OPERATION_CONVOLUTION_BACKWARD_DATA = 12
+    OPERATIONGRAPH = 15
+    TENSOR = 17
+    DEVICEPROP = 38
+
+
+class _Type(IntEnum):
+    """CUDNN_TYPE_..."""
+
+    DATA_TYPE = 1
+    INT64 = 3
+    FLOAT = 4
+    DOUBLE = 5
+    CONVOLUTION_MODE = 7
+    HEUR_MODE = 8
+    NUMERICAL_NOTE = 11
+    BACKEND_DESCRIPTOR = 15
+    CHAR = 24
+
+
+class _Attribute(IntEnum):
+    """CUDNN_ATTR_..."""
+
+    CONVOLUTION_COMP_TYPE = 100
+    CONVOLUTION_CONV_MODE = 101
+    CONVOLUTION_DILATIONS = 102
+    CONVOLUTION_FILTER_STRIDES = 103
+    CONVOLUTION_POST_PADDINGS = 104
+    CONVOLUTION_PRE_PADDINGS = 105
+    CONVOLUTION_SPATIAL_DIMS = 106
+    ENGINEHEUR_MODE = 200
+    ENGINEHEUR_OPERATION_GRAPH = 201
+    ENGINEHEUR_RESULTS = 202
+    ENGINEHEUR_DEVICEPROP = 204
+    ENGINECFG_ENGINE = 300
+    EXECUTION_PLAN_ENGINE_CONFIG = 401
+    EXECUTION_PLAN_WORKSPACE_SIZE = 402
+    EXECUTION_PLAN_DEVICEPROP = 407
+    OPERATIONGRAPH_OPS = 801
+    TENSOR_BYTE_ALIGNMENT = 900
+    TENSOR_DATA_TYPE = 901
+    TENSOR_DIMENSIONS = 902
+    TENSOR_STRIDES = 903
+    TENSOR_UNIQUE_ID = 906
+    ENGINE_NUMERICAL_NOTE = 1303
+    DEVICEPROP_JSON_REPRESENTATION = 2702
+
+
+# An operation, and its attributes: input, weight, output, convolution, alpha and beta.
+_OPERATIONS: dict[Pass, tuple[_Kind, tuple[int, ...]]] = {
+    "forward": (_Kind.OPERATION_CONVOLUTION_FORWARD, (704, 703, 705, 702, 700, 701)),
+    "data": (_Kind.OPERATION_CONVOLUTION_BACKWARD_DATA, (710, 709, 711, 708, 706, 707)),
+    "weight": (_Kind.OPERATION_CONVOLUTION_BACKWARD_FILTER, (716, 715, 717, 714, 712, 713)),
+}
+_DATA_TYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 9}
+_CROSS_CORRELATION = 1
+_HEUR_MODE_INSTANT, _HEUR_MODE_FALLBACK = 0, 2
+_NOTE_TENSOR_CORE, _NOTE_DOWN_CONVERT_INPUTS, _NOTE_NONDETERMINISTIC = 0, 1, 4
+_C_TYPES: dict[_Type, Any] = {
+    _Type.INT64: ctypes.c_int64,
+    _Type.FLOAT: ctypes.c_float,
+    _Type.DOUBLE: ctypes.c_double,
+    _Type.BACKEND_DESCRIPTOR: ctypes.c_void_p,
+}  # others are enumerations
+
+# Of a multiprocessor: bytes of shared memory for a block, bytes of it that the system keeps, blocks, threads
+# (CUDA C++ Programming Guide, technical specifications per compute capability).
+_MULTIPROCESSORS: dict[Capability, tuple[int, int, int, int]] = {
+    (7, 5): (65536, 0, 16, 1024),
+    (8, 0): (166912, 1024, 32, 2048),
+    (8, 6): (101376, 1024, 16, 1536),
+    (8, 9): (101376, 1024, 24, 1536),
+    (9, 0): (232448, 1024, 32, 2048),
+    (10, 0): (232448, 1024, 32, 2048),
+    (10, 3): (232448, 1024, 32, 2048),
+    (12, 0): (101376, 1024, 24, 1536),
+}
+
+
+class Problem(NamedTuple):
+    """A pass of a convolution; a transposed one is the data gradient of another."""
+
+    kind: Pass
+    input: tuple[int, ...]
+    weight: tuple[int, ...]
+    output: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    dtype: torch.dtype
+    channels_last: bool
+    deterministic: bool
+    tf32: bool
+
+
+class _Error(Exception):
+    """cuDNN does not support what was asked for."""
+
+
+@functools.lru_cache(maxsize=4096)
+def workspace(problem: Problem, gpu: GPU) -> int | None:
+    """Bytes of the algorithm that torch takes; None where cuDNN cannot be asked."""
+    library = _library()
+    if library is None or problem.dtype not in _DATA_TYPES or gpu.capability not in _MULTIPROCESSORS:
+        return None
+    try:
+        return next(_workspaces(library, problem, gpu), None)
+    except _Error:
+        return None
+
+
+def _workspaces(library: _Library, problem: Problem, gpu: GPU) -> Iterator[int]:
+    """Of each configuration that makes a plan, in cuDNN's order."""
+    card, graph = _card(library, gpu), _graph(library, problem)
+    for mode in (_HEUR_MODE_INSTANT, _HEUR_MODE_FALLBACK):
+        heuristics = library.descriptor(_Kind.ENGINEHEUR)
+        heuristics.set_descriptors(_Attribute.ENGINEHEUR_OPERATION_GRAPH, graph)
+        heuristics.set_descriptors(_Attribute.ENGINEHEUR_DEVICEPROP, card)
+        heuristics.set(_Attribute.ENGINEHEUR_MODE, _Type.HEUR_MODE, mode)
+        for config in heuristics.finalize().get_descriptors(_Attribute.ENGINEHEUR_RESULTS, _Kind.ENGINECFG):
+            [engine] = config.get_descriptors(_Attribute.ENGINECFG_ENGINE, _Kind.ENGINE)
+            notes = engine.get(_Attribute.ENGINE_NUMERICAL_NOTE, _Type.NUMERICAL_NOTE)
+            if not _is_allowed(notes, problem):
+                continue
+            plan = library.descriptor(_Kind.EXECUTION_PLAN)
+            plan.set_descriptors(_Attribute.EXECUTION_PLAN_ENGINE_CONFIG, config)
+            plan.set_descriptors(_Attribute.EXECUTION_PLAN_DEVICEPROP, card)
+            with contextlib.suppress(_Error):
+                yield from plan.finalize().get(_Attribute.EXECUTION_PLAN_WORKSPACE_SIZE, _Type.INT64)
+
+
+def _is_allowed(notes: Sequence[int], problem: Problem) -> bool:
+    """torch's own filter."""
+    if problem.deterministic and _NOTE_NONDETERMINISTIC in notes:
+        return False
+    if problem.tf32 and problem.dtype is not torch.float32:
+        return True
+    return _NOTE_DOWN_CONVERT_INPUTS not in notes and (problem.tf32 or _NOTE_TENSOR_CORE not in notes)
+
+
+def _graph(library: _Library, problem: Problem) -> _Descriptor:
+    """The operation graph of one convolution. One of one dimension gets a second, of size 1, as in torch."""
+    extra = max(2 - len(problem.stride), 0)
+    ones, zeros = (1,) * extra, (0,) * extra
+    stride, padding, dilation = ones + problem.stride, zeros + problem.padding, ones + problem.dilation
+    computed_in = torch.float32 if problem.dtype.itemsize == 2 else problem.dtype
+    convolution = library.descriptor(_Kind.CONVOLUTION)
+    convolution.set(_Attribute.CONVOLUTION_COMP_TYPE, _Type.DATA_TYPE, _DATA_TYPES[computed_in])
+    convolution.set(_Attribute.CONVOLUTION_CONV_MODE, _Type.CONVOLUTION_MODE, _CROSS_CORRELATION)
+    convolution.set(_Attribute.CONVOLUTION_SPATIAL_DIMS, _Type.INT64, len(stride))
+    convolution.set(_Attribute.CONVOLUTION_DILATIONS, _Type.INT64, *dilation)
+    convolution.set(_Attribute.CONVOLUTION_FILTER_STRIDES, _Type.INT64, *stride)
+    convolution.set(_Attribute.CONVOLUTION_PRE_PADDINGS, _Type.INT64, *padding)
+    convolution.set(_Attribute.CONVOLUTION_POST_PADDINGS, _Type.INT64, *padding)
+    operands = [convolution.finalize()]
+    for number, shape in enumerate((problem.input, problem.weight, problem.output)):
+        sizes = (*shape[:2], *ones, *shape[2:])
+        tensor = library.descriptor(_Kind.TENSOR)
+        tensor.set(_Attribute.TENSOR_UNIQUE_ID, _Type.INT64, number)
+        tensor.set(_Attribute.TENSOR_DATA_TYPE, _Type.DATA_TYPE, _DATA_TYPES[problem.dtype])
+        tensor.set(_Attribute.TENSOR_DIMENSIONS, _Type.INT64, *sizes)
+        tensor.set(_Attribute.TENSOR_STRIDES, _Type.INT64, *_strides(sizes, problem.channels_last))
+        tensor.set(_Attribute.TENSOR_BYTE_ALIGNMENT, _Type.INT64, 16)
+        operands.insert(number, tensor.finalize())
+    kind, (*of_operands, alpha, beta) = _OPERATIONS[problem.kind]
+    operation = library.descriptor(kind)
+    for attribute, operand in zip(of_operands, operands, strict=True):
+        operation.set_descriptors(attribute, operand)
+    scale = _Type.DOUBLE if problem.dtype is torch.float64 else _Type.FLOAT
+    operation.set(alpha, scale, 1.0)
+    operation.set(beta, scale, 0.0)
+    graph = library.descriptor(_Kind.OPERATIONGRAPH)
+    graph.set_descriptors(_Attribute.OPERATIONGRAPH_OPS, operation.finalize())
+    return graph.finalize()
+
+
+def _strides(shape: Sequence[int], channels_last: bool) -> list[int]:
+    order = [0, *range(2, len(shape)), 1] if channels_last else list(range(len(shape)))
+    sizes = itertools.accumulate([1, *(shape[axis] for axis in reversed(order[1:]))], lambda a, b: a * b)
+    by_axis = dict(zip(reversed(order), sizes, strict=True))
+    return [by_axis[axis] for axis in range(len(shape))]
+
+
+@functools.cache
+def _card(library: _Library, gpu: GPU) -> _Descriptor:
+    """The description of a card. The clocks and the cache are an H200's: others change almost nothing."""
+    shared, reserved, blocks, threads = _MULTIPROCESSORS[gpu.capability]
+    major, minor = gpu.capability
+    properties = {
+        "maxGridSize": [2**31 - 1, 65535, 65535],
+        "maxBlockSize": [1024, 1024, 64],
+        "regsPerBlock": 65536,
+        "multiProcessorCount": gpu.multiprocessors,
+        "warpSize": 32,
+        "maxSharedMemoryPerBlock": 49152,
+        "maxSharedMemoryPerBlockOptin": shared,
+        "reservedSharedMemoryPerBlock": reserved,
+        "maxRegistersPerSM": 65536,
+        "maxCtasPerSM": blocks,
+        "maxThreadsPerBlock": 1024,
+        "maxThreadsPerSM": threads,
+        "pciDeviceId": 0,
+        "isTccDriver": 0,
+        "supportCoopLaunch": 1,
+        "totalGlobalMem": gpu.memory,
+        "smClockRateKHz": 1980000,
+        "memClockRateKHz": 3201000,
+        "l2CacheSize": 60 << 20,
+        "cudaDeviceId": 0,
+        "deviceVer": 100 * major + 10 * minor,
+        "driverVer": 13000,
+        "deviceName": f"NVIDIA {gpu.title}",
+    }
+    text = json.dumps(properties).encode()
+    card = library.descriptor(_Kind.DEVICEPROP)
+    card.set_array(
+        _Attribute.DEVICEPROP_JSON_REPRESENTATION, _Type.CHAR, ctypes.create_string_buffer(text, len(text))
+    )
+    return card.finalize()
+
+
+# ------------------------------------------------------------------------------------ the library, by ctypes
+
+
+@functools.cache
+def _library() -> _Library | None:
+    """cuDNN as torch would load it, if it is installed and recent enough."""
+    if os.environ.get("OOMPH_CUDNN") == "0":
+        return None
+    folders = {Path(torch.__file__).parent / "lib"}
+    with contextlib.suppress(ImportError):
+        spec = importlib.util.find_spec("nvidia")
+        for place in (spec and spec.submodule_search_locations) or ():
+            folders.update(Path(place).glob("*/lib"))
+    found = _load(folders, "libcudnn.so.9")
+    if found is None or found.cudnnGetVersion() < _LEAST_VERSION:
+        return None
+    # Without cublasLt, cuDNN ends the process.
+    if _load(folders, f"libcublasLt.so.{found.cudnnGetCudartVersion() // 1000}") is None:
+        return None
+    return _Library(found)
+
+
+def _load(folders: Iterable[Path], name: str) -> ctypes.CDLL | None:
+    """What is loaded already, as with a CUDA build of torch; else from the folders."""
+    for path in (name, *(str(folder / name) for folder in folders)):
+        with contextlib.suppress(OSError):
+            return ctypes.CDLL(path)
+    return None
+
+
+class _Library:
+    def __init__(self, functions: ctypes.CDLL) -> None:
+        pointer, number, count = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+        self.create = functions.cudnnBackendCreateDescriptor
+        self.create.argtypes = [number, pointer]
+        self.destroy = functions.cudnnBackendDestroyDescriptor
+        self.destroy.argtypes = [pointer]
+        self.finalize = functions.cudnnBackendFinalize
+        self.finalize.argtypes = [pointer]
+        self.set_attribute = functions.cudnnBackendSetAttribute
+        self.set_attribute.argtypes = [pointer, number, number, count, pointer]
+        self.get_attribute = functions.cudnnBackendGetAttribute
+        self.get_attribute.argtypes = [pointer, number, number, count, pointer, pointer]
+
+    def descriptor(self, kind: _Kind) -> _Descriptor:
+        return _Descriptor(self, kind)
+
+
+class _Descriptor:
+    """A descriptor of cuDNN's backend, destroyed with the object."""
+
+    def __init__(self, library: _Library, kind: _Kind) -> None:
+        self._library, self._held = library, list[_Descriptor]()
+        self.pointer = ctypes.c_void_p()
+        _check(library.create(kind, ctypes.byref(self.pointer)))
+
+    def __del__(self) -> None:
+        self._library.destroy(self.pointer)
+
+    def set(self, attribute: int, type: _Type, *values: float) -> None:
+        self.set_array(attribute, type, (_C_TYPES.get(type, ctypes.c_int) * len(values))(*values))
+
+    def set_descriptors(self, attribute: int, *values: _Descriptor) -> None:
+        """They live as long as this one."""
+        self._held += values
+        self.set_array(attribute, _Type.BACKEND_DESCRIPTOR, _pointers(values))
+
+    def set_array(self, attribute: int, type: _Type, array: ctypes.Array[Any]) -> None:
+        _check(self._library.set_attribute(self.pointer, attribute, type, len(array), array))
+
+    def finalize(self) -> _Descriptor:
+        _check(self._library.finalize(self.pointer))
+        return self
+
+    def get(self, attribute: int, type: _Type) -> list[Any]:
+        array = (_C_TYPES.get(type, ctypes.c_int) * self._read(attribute, type))()
+        return list(array[: self._read(attribute, type, array)])
+
+    def get_descriptors(self, attribute: int, kind: _Kind) -> list[_Descriptor]:
+        count = self._read(attribute, _Type.BACKEND_DESCRIPTOR)
+        made = [_Descriptor(self._library, kind) for _ in range(count)]
+        return made[: self._read(attribute, _Type.BACKEND_DESCRIPTOR, _pointers(made))]
+
+    def _read(self, attribute: int, type: _Type, array: ctypes.Array[Any] | None = None) -> int:
+        """Fill the array, and return the number of its values; without an array, of all that there are."""
+        count = ctypes.c_int64()
+        size = 0 if array is None else len(array)
+        reading = (self.pointer, attribute, type, size, ctypes.byref(count), array)
+        _check(self._library.get_attribute(*reading))
+        return count.value
+
+
+def _pointers(descriptors: Sequence[_Descriptor]) -> ctypes.Array[Any]:
+    return (ctypes.c_void_p * len(descriptors))(*(one.pointer.value for one in descriptors))
+
+
+def _check(status: int) -> None:
+    if status:
+        raise _Error
