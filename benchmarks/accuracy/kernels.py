@@ -517,7 +517,7 @@ def convolution_table() -> list[dict[str, Any]]:
 # A convolution of any shape: sizes of input and weight, and so on, each joined by "x".
 ANY = ("x", "w", "stride", "padding", "dilation", "groups", "transposed", "dtype", "channels_last")
 ANY_CHANNELS = (1, 3, 8, 16, 24, 32, 40, 64, 80, 96, 112, 128, 192, 256, 320, 512, 768, 1024)
-KERNELS = {1: (1, 2, 3, 3, 4, 5, 7, 9, 15), 2: (1, 2, 3, 3, 3, 4, 5, 7), 3: (1, 2, 3, 3, 4)}
+ANY_WIDTHS = {1: (1, 2, 3, 3, 4, 5, 7, 9, 15), 2: (1, 2, 3, 3, 3, 4, 5, 7), 3: (1, 2, 3, 3, 4)}
 LONGEST = {1: 12, 2: 9, 3: 6}  # powers of two
 
 
@@ -528,7 +528,7 @@ def any_convolutions(count: int) -> list[dict[str, Any]]:
         rank = draw.choice((1, 2, 2, 3))
         side = 2 ** draw.uniform(2, LONGEST[rank])
         image = [max(1, int(side * 2 ** draw.choice((0, 0, 0, -0.5, 0.7)))) for _ in range(rank)]
-        width = [draw.choice(KERNELS[rank])] * rank
+        width = [draw.choice(ANY_WIDTHS[rank])] * rank
         if rank == 2 and draw.random() < 0.1:
             width[draw.randrange(2)] = 1
         groups = draw.choice((2, 4, 16, 32)) if draw.random() < 0.1 else 1
