@@ -18,6 +18,7 @@ from oomph.errors import ArgumentError, OomphError, ProgramError, UserError
 from oomph.gpus import GPU
 from oomph.prediction import program
 from oomph.prediction.allocator import AllocatorSettings, allocator_settings
+from oomph.prediction.cuda import cudnn
 from oomph.prediction.isolation import (
     autograd_breaks_in_forks,
     autograd_runs,
@@ -609,7 +610,11 @@ def _notes_on_prediction(
             "a name of `oomph gpus` gives those of that card"
         )
     if any(one.kind == "workspace" and one.op.startswith("aten.convolution") for one in allocations):
-        yield Note("convolution workspaces are estimated: which algorithm cuDNN takes cannot be known")
+        version = cudnn.version()
+        if version is None:
+            yield Note("convolution workspaces are estimated; where cuDNN is installed, it states them")
+        else:
+            yield Note(f"convolution workspaces are those that cuDNN {version} states without a GPU")
     if any(one.op == CUDNN_SEARCH and one.bytes for one in allocations):
         yield Note(
             "torch.backends.cudnn.benchmark: at the first call of a convolution, cuDNN tries algorithms in "

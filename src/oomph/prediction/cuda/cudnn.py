@@ -145,6 +145,14 @@ class _Error(Exception):
     """cuDNN does not support what was asked for."""
 
 
+def version() -> str | None:
+    """Of the library that is asked, as "9.19.0"."""
+    library = _library()
+    if library is None:
+        return None
+    return f"{library.version // 10000}.{library.version // 100 % 100}.{library.version % 100}"
+
+
 @functools.lru_cache(maxsize=4096)
 def workspace(problem: Problem, gpu: GPU) -> int | None:
     """Bytes of the algorithm that torch takes; None where cuDNN cannot be asked."""
@@ -300,6 +308,7 @@ def _load(folders: Iterable[Path], name: str) -> ctypes.CDLL | None:
 class _Library:
     def __init__(self, functions: ctypes.CDLL) -> None:
         pointer, number, count = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+        self.version: int = functions.cudnnGetVersion()
         self.create = functions.cudnnBackendCreateDescriptor
         self.create.argtypes = [number, pointer]
         self.destroy = functions.cudnnBackendDestroyDescriptor
