@@ -158,6 +158,18 @@ def test_softmax_over_classes_of_pixels_is_no_attention():
     assert "attention matrices" not in {one.pattern for one in oomph.diagnose(workload).findings}
 
 
+def test_volumes_are_no_state_transitions():
+    layers = [layer for _ in range(3) for layer in (nn.Conv3d(8, 8, 3, padding=1), nn.ReLU())]
+    workload = oomph.Workload(
+        model=lambda: nn.Sequential(*layers),
+        batch=lambda device: torch.randn(2, 8, 32, 32, 32, device=device),
+        loss=lambda model, x: model(x).mean(),
+    )
+    found = [one.pattern for one in oomph.diagnose(workload).findings]
+    assert "activations across layers" in found
+    assert "state transitions" not in found
+
+
 def test_fixes_of_patterns_exist():
     known = {fix.name for fix in all_fixes()}
     assert {name for pattern in (*PATTERNS, FRAGMENTATION) for name in pattern.fixes} <= known

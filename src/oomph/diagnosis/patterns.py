@@ -199,7 +199,8 @@ class PeakAnalysis:
 
     @cached_property
     def transition_sizes(self) -> frozenset[tuple[str, int]]:
-        """Module and dk of [.., T, .., dk, dk] tensors."""
+        """Module and dk of [.., T, .., dk, dk] tensors; images and volumes are square, too."""
+        images = {one.shape[-2:] for one in self.all if base_op(one.op).startswith("convolution")}
         return frozenset(
             (one.module, one.shape[-1])
             for one in self.all
@@ -207,6 +208,7 @@ class PeakAnalysis:
             and one.shape[-1] > 1
             and (len(one.shape) > 4 or (len(one.shape) == 4 and self.tokens & set(one.shape[:-2])))
             and one.shape[-1] not in self.classes
+            and one.shape[-2:] not in images
         )
 
     def _family(self, begins: Callable[[Allocation, str, float], bool]) -> frozenset[int]:
