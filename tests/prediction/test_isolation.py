@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 import termios
 import textwrap
 import threading
@@ -13,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode as get_current_dispatch_mode
 
@@ -456,3 +458,23 @@ def test_a_script_is_predicted_where_forks_cannot_run_backward(folder, monkeypat
         oomph.predict(oomph.Script("train.py"), progress=lambda text, fraction: messages.append(text))
     assert any("train.py" in text for text in messages)
     assert folder_in(folder) == before
+
+
+def test_safe_open_that_is_imported_after_a_first_trace_reads_what_the_program_wrote(tmp_path, monkeypatch):
+    def setup(opens=False):
+        model = torch.nn.Linear(8, 8, device="cuda")
+
+        def step():
+            model(torch.ones(2, 8, device="cuda")).sum().backward()
+            if opens:
+                safetensors.torch.save_file({"weight": model.weight.detach()}, tmp_path / "a")
+                with sys.modules["__main__"].safe_open(tmp_path / "a", "pt") as file:
+                    file.get_tensor("weight")
+
+        return step
+
+    oomph.predict(setup)
+    notebook = sys.modules["__main__"]
+    monkeypatch.setattr(notebook, "safe_open", safetensors.safe_open, raising=False)
+    oomph.predict(lambda: setup(opens=True))
+    assert not (tmp_path / "a").exists()

@@ -153,7 +153,7 @@ def _load_to_gpu(patches: Patches) -> None:
 
 def find_users_of_safetensors() -> None:
     """Also before a fork, in the parent: to look at every module takes a child as long as a small trace."""
-    new = sys.modules.keys() - _searched_modules
+    new = sys.modules.keys() - _searched_modules | {"__main__"}  # where a notebook imports between traces
     _searched_modules.update(new)
     _with_safe_open.update(name for name in new if "safe_open" in getattr(sys.modules[name], "__dict__", ()))
 
