@@ -497,7 +497,7 @@ def _cuda_answers(gpu: GPU, recorder: AllocationRecorder, own: Streams) -> dict[
     return {
         "is_available": _answer(True),
         "is_initialized": _answer(True),
-        "is_bf16_supported": _answer(major >= 8),
+        "is_bf16_supported": lambda including_emulation=True: including_emulation or major >= 8,
         "is_tf32_supported": _answer(major >= 8),
         "device_count": _answer(1),
         "current_device": _answer(0),
