@@ -125,18 +125,34 @@ def _restore_settings(patches: Patches) -> None:
         ):
             settings.append((functools.partial(of_device, device), functools.partial(set_for, device)))
     for owner, name in (
-        (torch.backends.cuda.matmul, "allow_tf32"),
+        (torch.backends.cudnn.conv, "fp32_precision"),  # type: ignore[attr-defined]
+        (torch.backends.cudnn.rnn, "fp32_precision"),
+        (torch.backends.cuda.matmul, "fp32_precision"),
+        (torch.backends.cuda.matmul, "allow_tf32"),  # restored before the three above, which it sets
         (torch.backends.cudnn, "allow_tf32"),
         (torch.backends.cudnn, "benchmark"),
         (internals.functorch_config, "activation_memory_budget"),
     ):
-        settings.append((functools.partial(getattr, owner, name), functools.partial(setattr, owner, name)))
+        settings.append((functools.partial(_flag, owner, name), functools.partial(_set_flag, owner, name)))
     if "numpy" in sys.modules:
         import numpy
 
         settings.append((numpy.random.get_state, numpy.random.set_state))
     for read, write in settings:
         patches.callback(functools.partial(write, read()))
+
+
+def _flag(owner: Any, name: str) -> Any:
+    """None for allow_tf32 where fp32_precision was set: torch does not read it then."""
+    try:
+        return getattr(owner, name)
+    except RuntimeError:
+        return None
+
+
+def _set_flag(owner: Any, name: str, value: Any) -> None:
+    if value is not None:
+        setattr(owner, name, value)
 
 
 def _autocast_depth() -> int:

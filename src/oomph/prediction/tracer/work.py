@@ -343,10 +343,10 @@ class KernelCounter:
         if dtype is not torch.float32:
             return "half"
         if counted.kind.endswith("convolution"):
-            allowed = torch.backends.cudnn.allow_tf32
+            precision = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
         else:
-            allowed = counted.kind.endswith("product") and torch.backends.cuda.matmul.allow_tf32
-        return "tf32" if allowed else "single"
+            precision = torch.backends.cuda.matmul.fp32_precision if counted.kind.endswith("product") else ""
+        return "tf32" if precision == "tf32" else "single"
 
 
 class KernelsMark:
