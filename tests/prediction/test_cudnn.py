@@ -497,6 +497,30 @@ def test_convolutions_without_cudnn_unfold_one_sample_and_multiply():
     assert oomph.predict(target, gpu="h200").peak.allocated / 2**20 == pytest.approx(220, abs=0.5)
 
 
+def convolution_step(dtype=None):
+    return oomph.Workload(
+        model=lambda: nn.Conv2d(16, 16, 3, padding=1),
+        batch=lambda device: torch.empty(4, 16, 32, 32, device=device),
+        loss=lambda model, x: model(x).sum(),
+        autocast=dtype,
+    )
+
+
+def test_convolutions_under_torchs_newer_setting_of_their_precision():
+    expected = oomph.predict(convolution_step(), gpu="h200").peak
+    torch.backends.cudnn.conv.fp32_precision = "ieee"  # allow_tf32 raises from here on
+    try:
+        assert oomph.predict(convolution_step(), gpu="h200").peak == expected
+        assert torch.backends.cudnn.conv.fp32_precision == "ieee"
+    finally:
+        torch.backends.cudnn.conv.fp32_precision = "tf32"
+
+
+def test_a_card_without_bfloat16_emulates_it():
+    assert oomph.predict(convolution_step("bfloat16"), gpu="t4").fits
+
+
+HAS_CUDNN = bool(importlib.util.find_spec("nvidia")) and importlib.util.find_spec("nvidia.cudnn") is not None
 GROUPED = """
 import torch, oomph
 
@@ -508,7 +532,7 @@ def workload():
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("nvidia") is None, reason="cuDNN is not installed")
+@pytest.mark.skipif(not HAS_CUDNN, reason="cuDNN is not installed")
 @pytest.mark.parametrize(("asked", "expected"), [("1", 19132951), ("0", 14766952)])  # measured: the former
 def test_workspaces_are_those_that_cudnn_states(tmp_path, asked, expected):
     (tmp_path / "grouped.py").write_text(GROUPED)

@@ -610,11 +610,9 @@ def _notes_on_prediction(
             "a name of `oomph gpus` gives those of that card"
         )
     if any(one.kind == "workspace" and one.op.startswith("aten.convolution") for one in allocations):
-        version = cudnn.version()
-        if version is None:
-            yield Note("convolution workspaces are estimated; where cuDNN is installed, it states them")
-        else:
-            yield Note(f"convolution workspaces are those that cuDNN {version} states without a GPU")
+        version = cudnn.version(card)
+        asked = "cuDNN was not asked" if version is None else f"except for what cuDNN {version} states"
+        yield Note(f"convolution workspaces are estimated: {asked}")
     if any(one.op == CUDNN_SEARCH and one.bytes for one in allocations):
         yield Note(
             "torch.backends.cudnn.benchmark: at the first call of a convolution, cuDNN tries algorithms in "

@@ -1,13 +1,14 @@
 """The workspaces of convolutions as cuDNN states them, without a GPU.
 
 cuDNN 9.8 and later chooses algorithms for a GPU that it only has a description of (deviceless ahead-of-time
-compilation). The library comes with every CUDA build of torch, and with `pip install oomph[cudnn]`. It is not
-asked if the environment variable OOMPH_CUDNN is 0.
+compilation). The library comes with every CUDA build of torch, and as the package nvidia-cudnn-cu13. If the
+environment variable OOMPH_CUDNN is 0, it is not asked.
 
 As in torch (ATen/native/cudnn/Conv_v8.cpp), the first configuration of cuDNN's heuristics that makes a plan
 is taken, and its fallback list comes after them. How many multiprocessors each cluster (GPC) of a card has
 is not part of its description. Some kernels split their sums by it, so such workspaces may differ from those
-on the card by the parts of a sum. Products (1 x 1) and Fourier transforms are not offered without a GPU.
+on the card by the parts of a sum. Fourier transforms are not offered without a GPU, and for products (1 x 1)
+and depthwise convolutions other algorithms than on the card.
 """
 
 from __future__ import annotations
@@ -145,10 +146,10 @@ class _Error(Exception):
     """cuDNN does not support what was asked for."""
 
 
-def version() -> str | None:
-    """Of the library that is asked, as "9.19.0"."""
+def version(gpu: GPU) -> str | None:
+    """Of the library that is asked about the card, as "9.19.0"."""
     library = _library()
-    if library is None:
+    if library is None or gpu.capability not in _MULTIPROCESSORS:
         return None
     return f"{library.version // 10000}.{library.version // 100 % 100}.{library.version % 100}"
 
@@ -289,12 +290,12 @@ def _library() -> _Library | None:
         for place in (spec and spec.submodule_search_locations) or ():
             folders.update(Path(place).glob("*/lib"))
     found = _load(folders, "libcudnn.so.9")
-    if found is None or found.cudnnGetVersion() < _LEAST_VERSION:
+    # Without these libraries, cuDNN ends the process.
+    if found is None or _load(folders, "libcudnn_graph.so.9") is None:
         return None
-    # Without cublasLt, cuDNN ends the process.
     if _load(folders, f"libcublasLt.so.{found.cudnnGetCudartVersion() // 1000}") is None:
         return None
-    return _Library(found)
+    return _Library(found) if found.cudnnGetVersion() >= _LEAST_VERSION else None
 
 
 def _load(folders: Iterable[Path], name: str) -> ctypes.CDLL | None:

@@ -297,17 +297,18 @@ def _workspace(found: _Convolution, kind: Pass, gpu: GPU) -> int:
     if not torch.backends.cudnn.enabled:  # torch's own kernels: the columns of one sample (im2col)
         columns = found.input.channels // found.groups * found.kernel * found.output.plane * found.item
         return 0 if found.is_product or found.depthwise else columns
-    if found.depthwise and not found.channels_last:  # torch's own kernels
-        return 0
-    if not found.is_product:  # cuDNN does not offer products without a GPU
-        stated = cudnn.workspace(_problem(found, kind), gpu)
+    if found.depthwise:
+        return _depthwise(found, kind)
+    if not found.is_product:  # for products, cuDNN states other algorithms than on the card
+        problem = _problem(found, kind)
+        stated = cudnn.workspace(problem, gpu)
         nearest = _workspace_of_nearest(found, kind, gpu) if _is_like_measured(found) else None
-        if nearest is not None and (stated is None or _is_more_complete(found, kind, gpu, stated, nearest)):
+        # Fourier transforms are not stated without a GPU.
+        transforms = problem.tf32 and kind == "weight" and gpu.capability == _MEASURED_CAPABILITY
+        if nearest is not None and (stated is None or (transforms and nearest == _fourier(found, kind))):
             return nearest
         if stated is not None:
             return stated
-    if found.depthwise:
-        return _depthwise(found, kind)
     if kind != "weight":
         as_it_is = found.is_product and (found.input.plane % 4 == 0 or found.weight < _LARGE_WEIGHT)
         return 0 if as_it_is or _is_direct(found, kind) else _copies_inside(found, kind)
@@ -316,15 +317,6 @@ def _workspace(found: _Convolution, kind: Pass, gpu: GPU) -> int:
         sums = gpu.multiprocessors * _TILE * _TILE * 4 if split else 0
         return min(found.batch * found.weight * 4, found.input.bytes + found.output.bytes + sums)
     return 0 if _is_direct(found, kind) else _copies_inside(found, kind) + _partial_sums(found, gpu)
-
-
-def _is_more_complete(found: _Convolution, kind: Pass, gpu: GPU, stated: int, nearest: int) -> bool:
-    """Whether `nearest`, which was measured, has what cuDNN does not state without a GPU: Fourier transforms,
-    and all parts of a weight gradient's sum."""
-    if kind != "weight" or gpu.capability != _MEASURED_CAPABILITY:
-        return False
-    parts = gpu.multiprocessors * _TILE * _TILE * 4
-    return nearest == _fourier(found, kind) or 0 < nearest - stated < parts
 
 
 def _search(found: _Convolution, kind: Pass, gpu: GPU) -> Iterator[Search]:
@@ -368,8 +360,8 @@ def _is_direct(found: _Convolution, kind: Pass) -> bool:
 
 
 def _depthwise(found: _Convolution, kind: Pass) -> int:
-    """Of channels last."""
-    if kind == "weight" and found.item == 4 and found.kernel > _SMALL_KERNEL:
+    """torch has kernels of its own, without workspace; cuDNN, for channels last, takes one in float32."""
+    if kind == "weight" and found.channels_last and found.item == 4 and found.kernel > _SMALL_KERNEL:
         return (2 + found.kernel_size[-1]) * found.input.bytes
     return 0
 
@@ -651,7 +643,7 @@ def _problem(found: _Convolution, kind: Pass) -> cudnn.Problem:
         dtype=found.dtype,
         channels_last=found.channels_last,
         deterministic=torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled(),
-        tf32=torch.backends.cudnn.allow_tf32,
+        tf32=torch.backends.cudnn.conv.fp32_precision == "tf32",  # type: ignore[attr-defined]
     )
 
 
