@@ -537,7 +537,7 @@ def workload():
 def test_workspaces_are_those_that_cudnn_states(tmp_path, asked, expected):
     (tmp_path / "grouped.py").write_text(GROUPED)
     command = [sys.executable, "-m", "oomph", "predict", "grouped.py:workload", "--gpu", "h200", "--json"]
-    environment = os.environ | {"OOMPH_CUDNN": asked}
+    environment = os.environ | {"OOMPH_CUDNN": asked, "CUDA_VISIBLE_DEVICES": ""}
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True)
     at_peak = json.loads(result.stdout)["at_peak"]
     largest = max(row["bytes"] for row in at_peak if row["kind"] == "workspace")
