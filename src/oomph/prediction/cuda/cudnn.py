@@ -1,8 +1,8 @@
 """The workspaces of convolutions as cuDNN states them, without a GPU.
 
 cuDNN 9.8 and later chooses algorithms for a GPU that it only has a description of (deviceless ahead-of-time
-compilation). The library comes with every CUDA build of torch, and as the package nvidia-cudnn-cu13. Beside a
-visible GPU, of which it would take memory, and if the environment variable OOMPH_CUDNN is 0, it is not asked.
+compilation). The library comes with every CUDA build of torch, and as the package nvidia-cudnn-cu13. It
+is not asked on a machine with a driver of GPUs, or if the environment variable OOMPH_CUDNN is 0.
 
 As in torch (ATen/native/cudnn/Conv_v8.cpp), the first configuration of cuDNN's heuristics that makes a plan
 is taken, and its fallback list comes after them. How many multiprocessors each cluster (GPC) of a card has
@@ -284,8 +284,8 @@ def _library() -> _Library | None:
     """cuDNN as torch would load it, if it is installed and recent enough."""
     if os.environ.get("OOMPH_CUDNN") == "0":
         return None
-    # On a GPU that it sees, cuDNN would make a context: 520 MiB of an H200.
-    if os.environ.get("CUDA_VISIBLE_DEVICES") != "" and _load((), "libcuda.so.1") is not None:
+    # cuDNN starts the driver: it would take 520 MiB of an H200, and a fork could not ask it.
+    if _load((), "libcuda.so.1") is not None:
         return None
     folders = {Path(torch.__file__).parent / "lib"}
     with contextlib.suppress(ImportError):
