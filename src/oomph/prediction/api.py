@@ -611,8 +611,13 @@ def _notes_on_prediction(
         )
     if any(one.kind == "workspace" and one.op.startswith("aten.convolution") for one in allocations):
         version = cudnn.version(card)
-        asked = "cuDNN was not asked" if version is None else f"except for what cuDNN {version} states"
-        yield Note(f"convolution workspaces are estimated: {asked}")
+        if version is None:
+            yield Note("convolution workspaces are estimated: cuDNN was not asked")
+        else:
+            yield Note(
+                f"convolution workspaces are those that cuDNN {version} states; for kernels of 1 x 1 and "
+                "depthwise convolutions they are estimated"
+            )
     if any(one.op == CUDNN_SEARCH and one.bytes for one in allocations):
         yield Note(
             "torch.backends.cudnn.benchmark: at the first call of a convolution, cuDNN tries algorithms in "

@@ -2,13 +2,13 @@
 
 cuDNN 9.8 and later chooses algorithms for a GPU that it only has a description of (deviceless ahead-of-time
 compilation). The library comes with every CUDA build of torch, and as the package nvidia-cudnn-cu13. It
-is not asked on a machine with a driver of GPUs, or if the environment variable OOMPH_CUDNN is 0.
+is not asked on a machine with NVIDIA's driver, or if the environment variable OOMPH_CUDNN is 0.
 
 As in torch (ATen/native/cudnn/Conv_v8.cpp), the first configuration of cuDNN's heuristics that makes a plan
 is taken, and its fallback list comes after them. How many multiprocessors each cluster (GPC) of a card has
 is not part of its description. Some kernels split their sums by it, so such workspaces may differ from those
-on the card by the parts of a sum. Fourier transforms are not offered without a GPU, and for products (1 x 1)
-and depthwise convolutions other algorithms than on the card.
+on the card by the parts of a sum. Without a GPU, cuDNN does not offer Fourier transforms; for products (1 x 1
+kernels) and depthwise convolutions it names other algorithms than on the card.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ _MULTIPROCESSORS: dict[Capability, tuple[int, int, int, int]] = {
 }
 
 
-class Problem(NamedTuple):
+class ConvolutionPass(NamedTuple):
     """A pass of a convolution; a transposed one is the data gradient of another."""
 
     kind: Pass
@@ -155,20 +155,20 @@ def version(gpu: GPU) -> str | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def workspace(problem: Problem, gpu: GPU) -> int | None:
+def workspace(conv_pass: ConvolutionPass, gpu: GPU) -> int | None:
     """Bytes of the algorithm that torch takes; None where cuDNN cannot be asked."""
     library = _library()
-    if library is None or problem.dtype not in _DATA_TYPES or gpu.capability not in _MULTIPROCESSORS:
+    if library is None or conv_pass.dtype not in _DATA_TYPES or gpu.capability not in _MULTIPROCESSORS:
         return None
     try:
-        return next(_workspaces(library, problem, gpu), None)
+        return next(_workspaces(library, conv_pass, gpu), None)
     except _Error:
         return None
 
 
-def _workspaces(library: _Library, problem: Problem, gpu: GPU) -> Iterator[int]:
+def _workspaces(library: _Library, conv_pass: ConvolutionPass, gpu: GPU) -> Iterator[int]:
     """Of each configuration that makes a plan, in cuDNN's order."""
-    card, graph = _card(library, gpu), _graph(library, problem)
+    card, graph = _card(library, gpu), _graph(library, conv_pass)
     for mode in (_HEUR_MODE_INSTANT, _HEUR_MODE_FALLBACK):
         heuristics = library.descriptor(_Kind.ENGINEHEUR)
         heuristics.set_descriptors(_Attribute.ENGINEHEUR_OPERATION_GRAPH, graph)
@@ -177,7 +177,7 @@ def _workspaces(library: _Library, problem: Problem, gpu: GPU) -> Iterator[int]:
         for config in heuristics.finalize().get_descriptors(_Attribute.ENGINEHEUR_RESULTS, _Kind.ENGINECFG):
             [engine] = config.get_descriptors(_Attribute.ENGINECFG_ENGINE, _Kind.ENGINE)
             notes = engine.get(_Attribute.ENGINE_NUMERICAL_NOTE, _Type.NUMERICAL_NOTE)
-            if not _is_allowed(notes, problem):
+            if not _is_allowed(notes, conv_pass):
                 continue
             plan = library.descriptor(_Kind.EXECUTION_PLAN)
             plan.set_descriptors(_Attribute.EXECUTION_PLAN_ENGINE_CONFIG, config)
@@ -186,21 +186,21 @@ def _workspaces(library: _Library, problem: Problem, gpu: GPU) -> Iterator[int]:
                 yield from plan.finalize().get(_Attribute.EXECUTION_PLAN_WORKSPACE_SIZE, _Type.INT64)
 
 
-def _is_allowed(notes: Sequence[int], problem: Problem) -> bool:
+def _is_allowed(notes: Sequence[int], conv_pass: ConvolutionPass) -> bool:
     """torch's own filter."""
-    if problem.deterministic and _NOTE_NONDETERMINISTIC in notes:
+    if conv_pass.deterministic and _NOTE_NONDETERMINISTIC in notes:
         return False
-    if problem.tf32 and problem.dtype is not torch.float32:
+    if conv_pass.tf32 and conv_pass.dtype is not torch.float32:
         return True
-    return _NOTE_DOWN_CONVERT_INPUTS not in notes and (problem.tf32 or _NOTE_TENSOR_CORE not in notes)
+    return _NOTE_DOWN_CONVERT_INPUTS not in notes and (conv_pass.tf32 or _NOTE_TENSOR_CORE not in notes)
 
 
-def _graph(library: _Library, problem: Problem) -> _Descriptor:
+def _graph(library: _Library, conv_pass: ConvolutionPass) -> _Descriptor:
     """The operation graph of one convolution. One of one dimension gets a second, of size 1, as in torch."""
-    extra = max(2 - len(problem.stride), 0)
+    extra = max(2 - len(conv_pass.stride), 0)
     ones, zeros = (1,) * extra, (0,) * extra
-    stride, padding, dilation = ones + problem.stride, zeros + problem.padding, ones + problem.dilation
-    computed_in = torch.float32 if problem.dtype.itemsize == 2 else problem.dtype
+    stride, padding, dilation = ones + conv_pass.stride, zeros + conv_pass.padding, ones + conv_pass.dilation
+    computed_in = torch.float32 if conv_pass.dtype.itemsize == 2 else conv_pass.dtype
     convolution = library.descriptor(_Kind.CONVOLUTION)
     convolution.set(_Attribute.CONVOLUTION_COMP_TYPE, _Type.DATA_TYPE, _DATA_TYPES[computed_in])
     convolution.set(_Attribute.CONVOLUTION_CONV_MODE, _Type.CONVOLUTION_MODE, _CROSS_CORRELATION)
@@ -210,20 +210,20 @@ def _graph(library: _Library, problem: Problem) -> _Descriptor:
     convolution.set(_Attribute.CONVOLUTION_PRE_PADDINGS, _Type.INT64, *padding)
     convolution.set(_Attribute.CONVOLUTION_POST_PADDINGS, _Type.INT64, *padding)
     operands = [convolution.finalize()]
-    for number, shape in enumerate((problem.input, problem.weight, problem.output)):
+    for number, shape in enumerate((conv_pass.input, conv_pass.weight, conv_pass.output)):
         sizes = (*shape[:2], *ones, *shape[2:])
         tensor = library.descriptor(_Kind.TENSOR)
         tensor.set(_Attribute.TENSOR_UNIQUE_ID, _Type.INT64, number)
-        tensor.set(_Attribute.TENSOR_DATA_TYPE, _Type.DATA_TYPE, _DATA_TYPES[problem.dtype])
+        tensor.set(_Attribute.TENSOR_DATA_TYPE, _Type.DATA_TYPE, _DATA_TYPES[conv_pass.dtype])
         tensor.set(_Attribute.TENSOR_DIMENSIONS, _Type.INT64, *sizes)
-        tensor.set(_Attribute.TENSOR_STRIDES, _Type.INT64, *_strides(sizes, problem.channels_last))
+        tensor.set(_Attribute.TENSOR_STRIDES, _Type.INT64, *_strides(sizes, conv_pass.channels_last))
         tensor.set(_Attribute.TENSOR_BYTE_ALIGNMENT, _Type.INT64, 16)
         operands.insert(number, tensor.finalize())
-    kind, (*of_operands, alpha, beta) = _OPERATIONS[problem.kind]
+    kind, (*of_operands, alpha, beta) = _OPERATIONS[conv_pass.kind]
     operation = library.descriptor(kind)
     for attribute, operand in zip(of_operands, operands, strict=True):
         operation.set_descriptors(attribute, operand)
-    scale = _Type.DOUBLE if problem.dtype is torch.float64 else _Type.FLOAT
+    scale = _Type.DOUBLE if conv_pass.dtype is torch.float64 else _Type.FLOAT
     operation.set(alpha, scale, 1.0)
     operation.set(beta, scale, 0.0)
     graph = library.descriptor(_Kind.OPERATIONGRAPH)

@@ -1,7 +1,7 @@
 """cuBLAS and cuDNN: workspaces, products in a wider dtype than their factors, and recurrent layers.
 
 cuBLAS keeps its workspaces. Convolutions take one workspace per pass, freed when the pass is over. cuDNN's
-heuristics choose the algorithm; where the library is installed, they are asked (cudnn.py). Elsewhere, a
+heuristics choose the algorithm. Where the library is installed without a GPU, it is asked (cudnn.py). Else, a
 convolution of NCHW tensors with a stride of 1 or 2 is taken to use the algorithm of the most similar one of
 24,596 that were measured on an H200 (convolutions_h200.csv.gz: torch 2.11, cuDNN 9.19, TF32 on), and the
 others follow rules found by measurements. The tensor-core kernels read NHWC with channels in multiples of 16
@@ -300,11 +300,11 @@ def _workspace(found: _Convolution, kind: Pass, gpu: GPU) -> int:
     if found.depthwise:
         return _depthwise(found, kind)
     if not found.is_product:  # for products, cuDNN states other algorithms than on the card
-        problem = _problem(found, kind)
-        stated = cudnn.workspace(problem, gpu)
+        conv_pass = _conv_pass(found, kind)
+        stated = cudnn.workspace(conv_pass, gpu)
         nearest = _workspace_of_nearest(found, kind, gpu) if _is_like_measured(found) else None
         # Fourier transforms are not stated without a GPU.
-        transforms = problem.tf32 and kind == "weight" and gpu.capability == _MEASURED_CAPABILITY
+        transforms = conv_pass.tf32 and kind == "weight" and gpu.capability == _MEASURED_CAPABILITY
         if nearest is not None and (stated is None or (transforms and nearest == _fourier(found, kind))):
             return nearest
         if stated is not None:
@@ -630,9 +630,9 @@ def _describe(call: BoundArguments, output: tuple[int, ...], format: torch.memor
     )
 
 
-def _problem(found: _Convolution, kind: Pass) -> cudnn.Problem:
+def _conv_pass(found: _Convolution, kind: Pass) -> cudnn.ConvolutionPass:
     inside, outside = found.input.channels, found.output.channels
-    return cudnn.Problem(
+    return cudnn.ConvolutionPass(
         kind,
         input=(found.batch, inside, *found.image),
         weight=(outside, inside // found.groups, *found.kernel_size),
