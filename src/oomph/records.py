@@ -167,6 +167,7 @@ class Holder:
     ids: frozenset[int]  # allocations that the container or variable holds itself
     graph: bool  # it holds results of autograd, and with them what their graph saved
     recurrent: bool = False  # it computes the next value from the last, as `state = cell(x, state)`
+    loops: bool = True  # it is in a loop without a backward pass, so one step runs it several times
 
 
 class DimensionNames:

@@ -11,6 +11,7 @@ from benchmarks.diagnosis import training_loops, unseen
 from benchmarks.diagnosis.__main__ import planted
 from rich.console import Console
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import oomph
 from oomph.cli.main import run
@@ -255,6 +256,53 @@ def test_pictures_of_two_sizes_are_two_terms():
     terms = found.formula.split(" + ")
     assert "B*N^2*8 float32" in terms  # not 2 x: the second convolution's are 32 wide
     assert "N=64" in found.formula
+
+
+@in_process
+def test_growth_is_that_of_most_bytes_and_contradicts_no_formula():
+    def training():
+        layers = [weight_norm(nn.Conv1d(256, 256, 9, padding=4)) for _ in range(6)]
+        model = nn.Sequential(nn.Conv1d(1, 256, 1), *layers).cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+
+        def step():
+            model(torch.randn(12, 1, 160).cuda()).square().mean().backward()
+            optimizer.step()
+
+        return step
+
+    diagnosis = oomph.diagnose(training)
+    (found,) = (one for one in diagnosis.findings if one.pattern == "activations across layers")
+    assert "B*" in found.formula
+    assert "does not depend" not in found.growth
+    assert all("T" not in one.growth for one in diagnosis.findings)
+
+
+@in_process
+def test_penalties_on_gradients_retain_no_graph():
+    def training():
+        critic = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.SiLU()) for _ in range(4))).cuda()
+        optimizer = torch.optim.SGD(critic.parameters())
+
+        def penalty(x):
+            x = x.detach().requires_grad_()
+            (grad,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
+            return grad.square().sum()
+
+        def step():
+            real, fake = (torch.randn(1024, 1024, device="cuda") for _ in "rf")
+            loss = critic(fake).mean() - critic(real).mean()
+            loss = loss + penalty(real)
+            loss = loss + penalty(fake)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    found = {one.pattern for one in oomph.diagnose(training).findings}
+    assert "activations across layers" in found
+    assert not found & {"retained graph", "loop kept by autograd"}
 
 
 @in_process

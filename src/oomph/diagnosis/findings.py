@@ -44,11 +44,8 @@ def find(prediction: Prediction, scaled: Prediction | None = None) -> tuple[Find
         varied = names.varied
         if exponents is None or pattern.name in _OF_MODEL:
             shaped = [one for one in group if one.kind != "workspace"]  # how these grow is not known
-            largest = max(shaped, key=lambda one: sizes[one.id], default=None)
-            exponents = names.exponents(largest.shape) if largest else {}
-            varied = varied if largest else ()
-            if pattern.name in _BY_SUM:
-                exponents = {}
+            exponents, varied = names.growth(shaped) if pattern.name not in _BY_SUM else ({}, varied)
+            varied = varied if shaped else ()
         finding = Finding(
             pattern.name,
             size,
@@ -178,12 +175,10 @@ class _Names:
     def __init__(self, facts: PeakAnalysis) -> None:
         prediction = facts.prediction
         found: dict[str, int] = dict(prediction.sizes)
-        if not found:
-            found = dict(zip(("B", "T"), facts.batch_shape, strict=False))
-            if len(facts.batch_shape) > 3:
-                found.pop("T", None)
-            if "B" in found and facts.rows > 1:
-                found["B"] = facts.rows
+        if not found and facts.batch_shape:
+            found = {"B": facts.rows if facts.rows > 1 else facts.batch_shape[0]}
+            if len(facts.batch_shape) == 2 or facts.batch_shape[1:-1] == (facts.second,):
+                found["T"] = facts.batch_shape[1]
         self.varied = tuple(found)  # those that a user varies from run to run
         for name, size in prediction.dimensions:
             found.setdefault(name, size)
@@ -220,9 +215,15 @@ class _Names:
             return ("B",), size // rows
         return (), size
 
-    def exponents(self, shape: Sequence[int]) -> dict[str, int]:
-        counts = Counter(name for index in range(len(shape)) for name in self.of(shape, index)[0])
-        return {name: counts[name] for name in self.varied if counts[name]}
+    def growth(self, group: Iterable[Allocation]) -> tuple[dict[str, int], tuple[str, ...]]:
+        """Powers of the varied names in what most bytes have in common; and the names that none has."""
+        sizes: Counter[tuple[int, ...]] = Counter()
+        for one in group:
+            counts = Counter(name for index in range(len(one.shape)) for name in self.of(one.shape, index)[0])
+            sizes[tuple(counts[name] for name in self.varied)] += one.bytes
+        powers = max(sizes, key=lambda each: sizes[each], default=())
+        unused = (name for index, name in enumerate(self.varied) if not any(each[index] for each in sizes))
+        return dict(zip(self.varied, powers, strict=False)), tuple(unused)
 
     def _term(self, shape: Sequence[int]) -> tuple[str, dict[str, int]]:
         """`B*H*T^2*64`, and the values of the names."""

@@ -81,7 +81,7 @@ class PeakAnalysis:
 
     @cached_property
     def batch_shape(self) -> tuple[int, ...]:
-        """[B, T] of token ids, [B, T, d], [B, C, H, W], or [B] where the other dimensions are features."""
+        """[B, T] of ids, the shape of other data, or [B] where the other dimensions are features."""
         named = [(one.shape, one.dtype) for one in self.prediction.batch if one.shape]
         made = [
             (one.shape, one.dtype)
@@ -113,19 +113,21 @@ class PeakAnalysis:
         return 1
 
     @cached_property
+    def second(self) -> int | None:
+        """What most activations [B, *, *] have as their second dimension."""
+        shapes = [one.shape for one in self.all if one.differentiable and len(one.shape) == 3]
+        counts = Counter(shape[1] for shape in shapes if shape[0] == self.rows)
+        return counts.most_common(1)[0][0] if counts else None
+
+    @cached_property
     def tokens(self) -> frozenset[int]:
         """Lengths of sequences."""
         sizes = dict(self.prediction.sizes)
         found = {sizes[name] for name in ("T", "S", "N", "L") if name in sizes}
         if not found and len(self.batch_shape) in (2, 3):
             found.add(self.batch_shape[1])
-        if not found:
-            counts = Counter(
-                one.shape[1]
-                for one in self.all
-                if one.differentiable and len(one.shape) == 3 and one.shape[0] == self.rows
-            )
-            found |= {size for size, _ in counts.most_common(1)}
+        if not found and self.second is not None:
+            found.add(self.second)
         return frozenset(found | {size - 1 for size in found} | {self.rows * size for size in found}) - {0, 1}
 
     @cached_property
@@ -366,14 +368,17 @@ class PeakAnalysis:
 
     def is_kept(self, one: Allocation) -> bool:
         """Results of several earlier calls are alive: of two where a line is known that keeps them, else of
-        three, since losses of three inputs are common."""
+        as many as make a loop, since a loss may be a sum over several inputs."""
         if one.kind not in ("activation", "temporary"):
             return False
-        return self.calls_alive.get(self._key(one), 0) >= _MIN_OLD_CALLS + (not self.graph_holders)
+        outlives = self.backward_passes.get(one.id, 0) > 1
+        known = any(outlives or holder.loops for holder in self.graph_holders)
+        least = _MIN_OLD_CALLS if known else _MIN_LOOP_RESULTS - 1
+        return self.calls_alive.get(self._key(one), 0) >= least
 
     def is_retained(self, one: Allocation) -> bool:
         """Kept from step to step, or summed up over iterations; a recurrence is a loop."""
-        summed = any(not holder.recurrent for holder in self.graph_holders)
+        summed = any(holder.loops and not holder.recurrent for holder in self.graph_holders)
         return self.is_kept(one) and (summed or self.backward_passes.get(one.id, 0) > 1)
 
     @cached_property

@@ -386,12 +386,14 @@ class _Held:
     ids: set[int] = field(default_factory=set)
     graph: bool = False
     recurrent: bool = False
+    loops: bool = False
 
 
 class _Statement(NamedTuple):
     line: int
     function: str
     recurrent: bool
+    loops: bool
 
 
 class HolderSearch:
@@ -417,7 +419,7 @@ class HolderSearch:
         """Those that hold most come first."""
         sizes = self._tracer.recorder.allocations
         holders = [
-            Holder(site, frozenset(held.ids), held.graph, held.recurrent)
+            Holder(site, frozenset(held.ids), held.graph, held.recurrent, held.loops)
             for site, held in self._found.items()
         ]
         return tuple(sorted(holders, key=lambda one: -sum(sizes[id].bytes for id in one.ids)))
@@ -440,7 +442,7 @@ class HolderSearch:
             known = self._found.setdefault(Site(file, statement.line, statement.function), _Held())
             known.ids |= held.ids
             known.graph |= held.graph
-            known.recurrent = statement.recurrent
+            known.recurrent, known.loops = statement.recurrent, statement.loops
 
     def _retained(self) -> dict[int, int]:
         """Activations of earlier steps, and of calls before the last: id -> bytes. Gradients, too, of which
@@ -538,15 +540,21 @@ def _additions(file: str) -> dict[str, list[_Statement]]:
         return {}
     found: dict[str, list[_Statement]] = {}
 
-    def visit(node: ast.AST, function: str) -> None:
+    def visit(node: ast.AST, function: str, loops: bool) -> None:
         for child in ast.iter_child_nodes(node):
-            inside = child.name if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)) else function
+            inside, repeats = function, loops
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                inside, repeats = child.name, False
+            elif isinstance(child, (ast.For, ast.While)) or isinstance(
+                getattr(child, "value", None), _COMPREHENSIONS
+            ):
+                repeats = "backward(" not in ast.unparse(child)
             for name, recurrent in _added_to(child):
-                statement = _Statement(child.lineno, inside, recurrent)  # type: ignore[attr-defined]
+                statement = _Statement(child.lineno, inside, recurrent, repeats)  # type: ignore[attr-defined]
                 found.setdefault(name, []).append(statement)
-            visit(child, inside)
+            visit(child, inside, repeats)
 
-    visit(tree, "<module>")
+    visit(tree, "<module>", False)
     return found
 
 

@@ -467,9 +467,10 @@ class Tracer:
     # -- phases ---------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def in_phase(self, phase: Phase) -> Iterator[None]:
+    def in_phase(self, phase: Phase, marked: bool = True) -> Iterator[None]:
         before, self.phase = self.phase, phase
-        self.recorder.mark(phase)
+        if marked:
+            self.recorder.mark(phase)
         if phase == "backward":
             for allocation in self.recorder.live_allocations():
                 if allocation.during in ("forward activations", "loss"):
