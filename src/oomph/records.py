@@ -173,29 +173,37 @@ class Holder:
 class DimensionNames:
     """What `--sizes` calls the dimensions of batch tensors, asked for in the order in which they are moved.
 
-    [B, T, F], [B, C, H, W], masks [B, T, T], [B, 1, T, T] and, of images, [B, H, W]; "" beyond these.
+    Ids and masks are [B, T], and what is as long in a later tensor is T, too: [B, T, F], [B, 1, T, T].
+    Images are [B, C, H, W], their masks [B, H, W]. Others have no name, "": floats may be [B, T, F] as well
+    as audio [B, C, T]. With `guess`, T is their second dimension, or the third if the second is 1 or 2.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, guess: bool = False) -> None:
+        self._guess = guess
         self._length: int | None = None  # T of the last tensor that has it
         self._image: tuple[int, ...] = ()  # H and W of the last image
+        self._volume: tuple[int, ...] = ()  # the last three sizes of the last volume or video
 
     def of(self, shape: Sequence[int], dtype: str) -> list[str]:
         sizes, is_mask = tuple(shape[1:]), "float" not in dtype
-        names = ["B", "T", "F"]
-        if len(sizes) == 3:
-            names = ["B", "C", "H", "W"]
-            of_tokens = sizes[2] == self._length and (sizes[0] == 1 or sizes[1] == self._length)
-            is_mask = of_tokens or (sizes[0] == 1 and is_mask)
-            self._image = self._image if is_mask else sizes[1:]
+        names, length = ["B", *[""] * len(sizes)][: len(shape)], self._length
+        if len(sizes) > 3:
+            self._volume = sizes[-3:]
+        elif len(sizes) == 3:
+            has_channels = not is_mask or "uint8" in dtype or sizes[0] == 1
+            if sizes[2] == length and (sizes[0] == 1 or sizes[1] == length):
+                names[2:] = ["T" if size == length else "" for size in sizes[1:]]
+            elif has_channels and sizes[2] > 4 and sizes != self._volume:  # not [B, H, W, C]
+                names[1:] = "C", "H", "W"
+                self._image = self._image if is_mask and sizes[0] == 1 else sizes[1:]
         elif len(sizes) == 2 and (sizes == self._image or self._is_label_map(sizes, dtype)):
-            return ["B", "H", "W"]
+            names[1:] = "H", "W"
         elif sizes:
-            self._length = sizes[0]
-        names = (names + [""] * len(shape))[: len(shape)]
-        for dim in range(2, len(shape)):
-            if is_mask and shape[dim] == self._length:
-                names[dim] = "T"
+            if length not in sizes and (self._guess or (is_mask and len(sizes) == 1)):
+                length = self._length = sizes[-1] if sizes[0] <= 2 else sizes[0]
+            names[1:] = ["T" if size == length else "" for size in sizes]
+            if len(sizes) == 2 and sizes[0] == length and not (is_mask and sizes[1] == length):
+                names[2] = "F"
         return names
 
     def _is_label_map(self, sizes: tuple[int, ...], dtype: str) -> bool:

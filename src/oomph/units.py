@@ -103,10 +103,13 @@ def check_batch_sizes(sizes: Mapping[str, int] | Literal["longest"]) -> None:
     wrong = {
         name: size
         for name, size in sizes.items()
-        if name not in BATCH_SIZES or isinstance(size, bool) or not isinstance(size, int) or size < 1
+        if not (name in BATCH_SIZES or name.isdecimal())
+        or isinstance(size, bool)
+        or not isinstance(size, int)
+        or size < 1
     }
     if wrong or not sizes:
         raise UserError(
             f"sizes={dict(sizes)!r} is not valid for a script or function; give whole numbers for "
-            f"{', '.join(BATCH_SIZES)}, as T=4096, or 'longest'"
+            f"{', '.join(BATCH_SIZES)}, as T=4096, or for a size that it has, as 512=4096, or 'longest'"
         )

@@ -6,6 +6,7 @@ from torch import nn
 
 import oomph
 from oomph import Script, UserError
+from oomph.cli.main import run
 from oomph.records import named_shapes
 
 SCRIPT = """
@@ -97,14 +98,14 @@ IMAGES, LABEL_MAP = ((2, 3, 16, 16), torch.float), ((2, 16, 16), torch.long)
         (
             (IDS, MASK, SQUARE_MASK),
             [(2, 32), (2, 1, 32, 32), (2, 32, 32)],
-            "[B=2, T=32], [B=2, C=1, T=32, T=32], [B=2, T=32, T=32]",
+            "[B=2, T=32], [B=2, 1, T=32, T=32], [B=2, T=32, T=32]",
         ),
         (
             (IDS, BIAS, FLOATS),
             [(2, 32), (2, 1, 32, 32), (2, 32, 16)],
-            "[B=2, T=32], [B=2, C=1, T=32, T=32], [B=2, T=32, F=16]",
+            "[B=2, T=32], [B=2, 1, T=32, T=32], [B=2, T=32, F=16]",
         ),
-        ((MASK, FLOATS), [(2, 1, 8, 12), (2, 32, 16)], "[B=2, C=1, H=8, W=12], [B=2, T=32, F=16]"),
+        ((MASK, FLOATS), [(2, 1, 8, 12), (2, 16, 16)], "[B=2, C=1, H=8, W=12], [B=2, 16, 16]"),
         ((IMAGES, LABEL_MAP), [(2, 3, 8, 12), (2, 8, 12)], "[B=2, C=3, H=8, W=12], [B=2, H=8, W=12]"),
         ((IMAGES, SQUARE_MASK), [(2, 3, 8, 12), (2, 8, 12)], "[B=2, C=3, H=8, W=12], [B=2, H=8, W=12]"),
         ((LABEL_MAP, IMAGES), [(2, 8, 12), (2, 3, 8, 12)], "[B=2, H=8, W=12], [B=2, C=3, H=8, W=12]"),
@@ -120,3 +121,35 @@ def test_masks_of_tokens_and_of_images(batch, resized, named):
     found = oomph.predict(training, sizes=asked)
     assert [each.shape for each in found.batch] == resized
     assert ", ".join(named_shapes(found.batch)) == named
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize(
+    ("layer", "shape", "sizes", "resized"),
+    [
+        (nn.Conv1d(1, 4, 3), (2, 1, 160), {"T": 320}, (2, 1, 320)),  # mono audio
+        (nn.Conv1d(8, 4, 3), (2, 8, 160), {"160": 320}, (2, 8, 320)),
+        (nn.Conv3d(1, 4, 3), (2, 1, 16, 24, 24), {"24": 32, "B": 3}, (3, 1, 16, 32, 32)),
+        (nn.Linear(8, 4), (2, 30, 8), {"T": 60}, (2, 60, 8)),
+    ],
+)
+def test_dimensions_without_a_sure_name(layer, shape, sizes, resized):
+    def training():
+        layer.cuda()(torch.randn(shape).cuda()).sum().backward()
+
+    found = oomph.predict(training, sizes=sizes)
+    assert [each.shape for each in found.batch] == [resized]
+    assert named_shapes(found.batch) == [f"[B={resized[0]}, {', '.join(map(str, resized[1:]))}]"]
+
+
+def test_a_failure_after_a_wrong_guess_is_blamed_on_the_size(tmp_path, capsys):
+    (tmp_path / "train.py").write_text("""
+import torch
+model = torch.nn.Conv1d(8, 4, 3).cuda()
+model(torch.randn(2, 8, 160).cuda()).sum().backward()
+""")
+    assert run(["predict", str(tmp_path / "train.py"), "--sizes", "T=320"]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "train.py:4" in last
+    assert "--sizes T=320" in last
+    assert "[2, 8, 160] are traced as [2, 320, 160]" in last

@@ -89,7 +89,7 @@ class PredictOptions(DiagnoseOptions):
         str | None,
         typer.Option(
             metavar="T=4096|longest",
-            help="Sizes of the batch (B, T, H, W), or those of the longest sample of the data set.",
+            help="Sizes of the batch (B, T, H, W, or 512=4096), or those of the data set's longest sample.",
         ),
     ] = None
     ranks: Annotated[

@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 import torch
 
 from oomph import gpus
-from oomph.errors import ArgumentError, OomphError, ProgramError, UserError
+from oomph.errors import ArgumentError, ExitStatus, OomphError, ProgramError, UserError
 from oomph.gpus import GPU
 from oomph.prediction import program
 from oomph.prediction.allocator import AllocatorSettings, allocator_settings
@@ -94,7 +94,8 @@ def predict(
     as it is until its optimizers have stepped three times; a Trainer of transformers makes three steps.
     `gpu` is a name of the catalogue or a size ("24GiB"); `max` limits the allocator further.
     `sizes` replaces sizes of a Workload. The batches of other programs get the sizes B, T, H or W that it
-    gives, as {"T": 4096}, or those of the longest sample of their data sets ("longest").
+    gives, as {"T": 4096}, or in place of a size, as {"512": 4096}, or those of the longest sample of their
+    data sets ("longest").
     `steps` of a Workload are traced. With one, nothing of the optimizer's state is there yet at the peak.
     The program runs in a child process and changes no file; `allow` may name "subprocesses", to let it start
     other programs, and "network".
@@ -550,6 +551,9 @@ def _restarting(run: Callable[[Tracer], T], tracer: Tracer) -> T:
 def _program_error(error: BaseException, tracer: Tracer) -> ProgramError:
     """The program's own failure, with the guesses that it branched on before."""
     found, estimates = ProgramError.of(error), tracer.estimates
+    if tracer.batch_sizes is not None and tracer.batch_sizes.resized:
+        found.args = (tracer.batch_sizes.blamed(found.args[0]),)
+        found.exit_status = ExitStatus.USER_ERROR
     found.last_condition = estimates.last_condition
     found.share = estimates.share_stated(str(found))
     found.assumed = tuple(

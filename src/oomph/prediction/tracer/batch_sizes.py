@@ -1,7 +1,8 @@
 """`--sizes T=4096`: batches of other sizes than those that the program loads.
 
 The batch of a script or function is what it moves to the GPU outside of modules. Every such tensor is
-repeated or cut along the dimensions that have the name, so that ids, labels and masks stay alike.
+repeated or cut along the dimensions that have the name, or the size that is given instead of a name, so that
+ids, labels and masks stay alike.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ class BatchSizes:
     def __init__(self, sizes: Sizes, note: Callable[[str], None]) -> None:
         self._asked, self._note = sizes, note
         self.wanted: dict[str, int] = {} if sizes == "longest" else dict(sizes)  # type: ignore[arg-type]
-        self._names = DimensionNames()  # of the tensors as loaded
+        self._names = DimensionNames(guess=True)  # of the tensors as loaded
         self._rows: int | None = None  # of the last tensor with several dimensions
         self._applied: set[str] = set()
+        self.resized: dict[str, None] = {}  # "[16, 512] are traced as [16, 4096]"
         self._scanned: set[int] = set()  # ids of data sets
 
     def resize(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -40,14 +42,25 @@ class BatchSizes:
             return tensor
         out = tensor
         for dim, name in enumerate(self._names.of(shape, str(tensor.dtype))):
-            wanted = self.wanted.get(name, shape[dim])
-            if name in self.wanted:
-                self._applied.add(name)
+            key = name if name in self.wanted else str(shape[dim])
+            wanted = self.wanted.get(key, shape[dim])
+            if key in self.wanted:
+                self._applied.add(key)
             if wanted != shape[dim] and shape[dim]:
                 out = out.index_select(dim, torch.arange(wanted) % shape[dim])
         if out is not tensor:
-            self._note(f"--sizes: batches of {list(shape)} are traced as {list(out.shape)}")
+            change = f"{list(shape)} are traced as {list(out.shape)}"
+            self.resized[change] = None
+            self._note(f"--sizes: batches of {change}")
         return out
+
+    def blamed(self, message: str) -> str:
+        """The message of a failure that may follow from the sizes."""
+        asked = ",".join(f"{name}={size}" for name, size in self.wanted.items())
+        return (
+            f"{message.partition(chr(10))[0]} (with --sizes {asked}, batches of {', '.join(self.resized)}; "
+            "if another dimension is meant, give its size instead of a name, as --sizes 16000=32000)"
+        )
 
     def look_through(self, data: Any) -> None:
         """For "longest": the longest sample of a map-style data set of tensors or lists of numbers."""
@@ -78,7 +91,10 @@ class BatchSizes:
         what = ", ".join(named_shapes(moved)[:4]) or "nothing: it makes its batch there"
         asked = "longest" if self._asked == "longest" else f"{missing[0]}={self.wanted[missing[0]]}"
         why = "no data set of tensors or lists was found" if asked == "longest" else "no such dimension"
-        raise UserError(f"--sizes {asked}: {why} in what the program moves to the GPU ({what})")
+        raise UserError(
+            f"--sizes {asked}: {why} in what the program moves to the GPU ({what}); a dimension without a "
+            "name is given by its size, as 64=128"
+        )
 
 
 def _sizes_of_sample(sample: Any) -> list[tuple[str, int]]:
@@ -87,7 +103,7 @@ def _sizes_of_sample(sample: Any) -> list[tuple[str, int]]:
     if _is_list_of_numbers(sample):
         return [("T", len(sample))]
     found: list[tuple[str, int]] = []
-    dimension_names = DimensionNames()
+    dimension_names = DimensionNames(guess=True)
     parts = sample if isinstance(sample, (list, tuple)) else [sample]
     for part in sample.values() if isinstance(sample, dict) else parts:
         if _is_list_of_numbers(part):
