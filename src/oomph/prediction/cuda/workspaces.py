@@ -188,6 +188,7 @@ _DIRECT_WEIGHT_CHANNELS = 4  # with fewer, float32 weight gradients of short sum
 _NARROW_INPUT, _WIDE_OUTPUT = 64, 128  # channels: float32 convolutions from less to more copy no output
 _LARGE_WEIGHT = 1 << 16  # elements
 _STRIDED_WEIGHT = 1 << 11  # elements: below, gradients of strided 1x1 weights do without tensor cores
+_SMALL_PLANE = 3  # positions: below, gradients of 1x1 weights take no workspace
 _SMALL_KERNEL = 9  # positions: 3x3
 _LARGE_KERNEL = 49  # positions: 7x7
 _VERY_LARGE_KERNEL = 98  # positions: above, float32 data gradients copy their output in channels last, too
@@ -312,10 +313,14 @@ def _workspace(found: _Convolution, kind: Pass, gpu: GPU) -> int:
     if kind != "weight":
         as_it_is = found.is_product and (found.input.plane % 4 == 0 or found.weight < _LARGE_WEIGHT)
         return 0 if as_it_is or _is_direct(found, kind) else _copies_inside(found, kind)
-    if found.is_product and not found.channels_last and _reads_planes_in_place(found):
-        split = found.item == 4 or found.positions >= _LONG_SUM
-        sums = gpu.multiprocessors * _TILE * _TILE * 4 if split else 0
-        return min(found.batch * found.weight * 4, found.input.bytes + found.output.bytes + sums)
+    if found.is_product and not found.channels_last:
+        products, copies = found.batch * found.weight * 4, found.input.bytes + found.output.bytes
+        if found.input.plane < _SMALL_PLANE:
+            return 0
+        if found.item == 4 and not (found.output.channels == 3 and len(found.image) == 2):  # as of RGB images
+            return min(products, copies + gpu.multiprocessors * _TILE * _TILE * 4)
+        if found.item != 4 and products <= 1.5 * copies:
+            return products
     return 0 if _is_direct(found, kind) else _copies_inside(found, kind) + _partial_sums(found, gpu)
 
 
@@ -389,14 +394,6 @@ def _copies_inside(found: _Convolution, kind: Pass) -> int:
     grown = max(side.padded(aligned) / side.bytes for side in sides)
     weight = 0 if found.kernel == 1 else math.ceil(found.weight * found.item * grown)
     return sum(side.padded(aligned) for side in sides) + weight + _COPY_EXTRA_BYTES
-
-
-def _reads_planes_in_place(found: _Convolution) -> bool:
-    """Whether the products of a weight gradient can read the planes as they are."""
-    reads_plane = found.item == 4 or (found.input.plane % 4 == 0 and len(found.image) < 3)
-    return (
-        reads_plane and found.input.channels > 1 and (len(found.image) == 1 or found.output.channels % 2 == 0)
-    )
 
 
 def _partial_sums(found: _Convolution, gpu: GPU) -> int:
