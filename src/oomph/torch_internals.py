@@ -165,6 +165,9 @@ with _section():  # tensors of a class without data of its own, such as a quanti
         (torch.Tensor, "as_subclass"),
     )
 
+with _section():  # parameters and buffers of lazy modules
+    UninitializedTensorMixin: Any = torch.nn.parameter.UninitializedTensorMixin  # type: ignore[attr-defined]
+
 with _section():  # what `.to` and nn.Module.to make of their arguments
     parse_to: Any = torch._C._nn._parse_to
 

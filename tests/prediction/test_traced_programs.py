@@ -844,3 +844,27 @@ def test_a_model_that_the_program_drops_is_freed():
         assert len({*after}) == 1
 
     oomph.predict(program)
+
+
+@pytest.mark.parametrize("move", [lambda model: model.cuda(), lambda model: model.to("cuda").half(), None])
+def test_lazy_modules_get_their_parameters_on_the_gpu_they_were_moved_to(move):
+    def train(lazy):
+        device = None if move else "cuda"
+        first = nn.LazyLinear(1024, device=device) if lazy else nn.Linear(2048, 1024, device=device)
+        norm = nn.LazyBatchNorm1d(device=device) if lazy else nn.BatchNorm1d(1024, device=device)
+        model = nn.Sequential(first, norm)
+        model = move(model) if move else model
+        x = torch.randn(8, 2048, device="cuda", dtype=next(model.parameters()).data.dtype)
+        model(x)
+        assert model[0].weight.device.type == model[1].running_mean.device.type == "cuda"
+        optimizer = torch.optim.Adam(model.parameters())
+
+        def step():
+            mean_square(model, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    lazy, usual = (oomph.predict(partial(train, lazy)) for lazy in (True, False))
+    assert lazy.peak.allocated == usual.peak.allocated > 4 * MiB

@@ -386,6 +386,10 @@ def install_tensor_device(patches: Patches, tracer: Tracer) -> None:
     ) -> torch.Tensor:
         if not isinstance(data, FakeTensor) or issubclass(cls, FakeTensor):
             return make_subclass(cls, data, require_grad, **options)
+        if issubclass(cls, internals.UninitializedTensorMixin):
+            with internals.disable_dispatch_modes(), disable_torch_function():
+                lazy = make_subclass(cls, torch.empty(0), require_grad)
+            return make_lazy_like(tracer, lazy, data)
         with torch.no_grad(), disable_torch_function():
             made = data.detach()
         made.__class__ = _fake_class(cls)
@@ -413,6 +417,14 @@ def install_tensor_device(patches: Patches, tracer: Tracer) -> None:
     patches.set(*internals.JAGGED_SDPA_BACKEND, jagged_backend)
     patches.set(*internals.MAKE_SUBCLASS[0], staticmethod(make_fake_subclass))
     patches.set(*internals.MAKE_SUBCLASS[1], as_fake_subclass)
+
+
+def make_lazy_like(tracer: Tracer, lazy: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Uninitialized parameters and buffers are real and empty: give one the dtype and place of a tensor."""
+    with internals.disable_dispatch_modes(), disable_torch_function():
+        lazy.data = torch.empty(0, dtype=tensor.dtype)
+    lazy.is_on_traced_gpu = tracer.on_gpu(tensor)  # type: ignore[attr-defined]
+    return lazy
 
 
 def _nested_int(tensor: FakeTensor, *, coeff: int = 1) -> Any:

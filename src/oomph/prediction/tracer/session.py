@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from oomph import torch_internals as internals
@@ -36,7 +37,13 @@ from oomph.prediction.isolation import restarted_without
 from oomph.prediction.tracer.attribution import find_site
 from oomph.prediction.tracer.dispatch import DispatchMode, install_python_kernels
 from oomph.prediction.tracer.fake_cuda import DEVICE, Patches, install_fake_cuda
-from oomph.prediction.tracer.placement import PlacementMode, install_default_device, install_tensor_device
+from oomph.prediction.tracer.placement import (
+    PlacementMode,
+    device_of,
+    install_default_device,
+    install_tensor_device,
+    make_lazy_like,
+)
 from oomph.prediction.tracer.repeats import RepeatedBlocks, RepeatedCalls
 from oomph.prediction.tracer.saving import install_saving
 from oomph.prediction.tracer.tracer import OpLog, Tracer, inner_tensors
@@ -444,6 +451,7 @@ def install_hooks(patches: Patches, tracer: Tracer, placement: PlacementMode) ->
     _follow_optimizers(patches, tracer)
     _follow_parameters(patches, tracer)
     _move_modules_in_place(patches, tracer)
+    _materialize_lazy_parameters(patches, tracer)
     _keep_function_mode_on(patches)
     repeated = RepeatedCalls(tracer)
     _follow_backward(patches, tracer, repeated)
@@ -730,11 +738,14 @@ def _move_modules_in_place(patches: Patches, tracer: Tracer) -> None:
         if recurse:
             for child in module.children():
                 child._apply(fn)
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and is_lazy(tensor):
+                make_lazy_like(tracer, tensor, fn(_empty_like_lazy(tracer, tensor)))
         for name, parameter in module._parameters.items():
-            if parameter is not None:
+            if parameter is not None and not is_lazy(parameter):
                 module._parameters[name] = _convert_parameter(module, name, parameter, fn, tracer, undo)
         for name, buffer in module._buffers.items():
-            if buffer is not None:
+            if buffer is not None and not is_lazy(buffer):
                 converted = fn(buffer)
                 if converted is not buffer and buffer in tracer.buffer_sites:
                     tracer.buffer_sites[converted] = tracer.buffer_sites[buffer]
@@ -771,17 +782,47 @@ def _convert_parameter(
     is_wrapper: bool = is_traceable_wrapper_subclass(converted)
     if is_wrapper:  # as torch does: `data` would change the wrapper, not its inner tensors
         swapped = nn.Parameter(converted, parameter.requires_grad)
-        site = tracer.parameter_sites.pop(parameter, None)  # tensors with weak references cannot be swapped
-        tracer.parameter_sites.pop(swapped, None)
         swapped.grad = parameter.grad
-        torch.utils.swap_tensors(parameter, swapped)
-        tracer.parameter_sites[parameter] = site
+        _swap(tracer, parameter, swapped)
     else:
         parameter.data = converted
     if parameter.grad is not None:
         with torch.no_grad():
             parameter.grad = fn(parameter.grad)
     return parameter
+
+
+def _swap(tracer: Tracer, tensor: torch.Tensor, new: torch.Tensor) -> None:
+    """Tensors with weak references cannot be swapped."""
+    sites = [
+        (known, known.pop(tensor, None), known.pop(new, None))
+        for known in (tracer.parameter_sites, tracer.buffer_sites)
+    ]
+    torch.utils.swap_tensors(tensor, new)
+    for known, first, second in sites:
+        if first or second:
+            known[tensor] = first or second
+
+
+def _empty_like_lazy(
+    tracer: Tracer, lazy: torch.Tensor, shape: Any = 0, device: Any = None, dtype: Any = None
+) -> torch.Tensor:
+    device = device_of(tracer, lazy) if device is None else device
+    return torch.empty(shape, device=device, dtype=dtype or lazy.data.dtype)
+
+
+def _materialize_lazy_parameters(patches: Patches, tracer: Tracer) -> None:
+    """Parameters and buffers of lazy modules are real and empty until the first call."""
+    original = internals.UninitializedTensorMixin.materialize
+
+    def materialize(tensor: Any, shape: Any, device: Any = None, dtype: Any = None) -> None:
+        if threading.get_ident() not in tracer.threads:
+            return original(tensor, shape, device, dtype)
+        made = _empty_like_lazy(tracer, tensor, shape, device, dtype)
+        made = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+        _swap(tracer, tensor, made)
+
+    patches.set(internals.UninitializedTensorMixin, "materialize", materialize)
 
 
 def _keep_function_mode_on(patches: Patches) -> None:

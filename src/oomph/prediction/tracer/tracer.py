@@ -15,6 +15,7 @@ from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from oomph.gpus import GPU
@@ -440,6 +441,8 @@ class Tracer:
             return True  # of the compiler's own fake tensors
         if isinstance(tensor, FakeTensor):
             return self.recorder.is_on_gpu(tensor)
+        if is_lazy(tensor):
+            return getattr(tensor, "is_on_traced_gpu", False)
         return any(map(self.recorder.is_on_gpu, inner_tensors(tensor)))
 
     @contextlib.contextmanager
