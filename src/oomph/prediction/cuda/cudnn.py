@@ -2,7 +2,7 @@
 
 cuDNN 9.8 and later chooses algorithms for a GPU that it only has a description of (deviceless ahead-of-time
 compilation). The library comes with every CUDA build of torch, and as the package nvidia-cudnn-cu13. It
-is not asked on a machine with NVIDIA's driver, or if the environment variable OOMPH_CUDNN is 0.
+is not asked if the environment variable OOMPH_CUDNN is 0, or in a process that can use a GPU.
 
 As in torch (ATen/native/cudnn/Conv_v8.cpp), the first configuration of cuDNN's heuristics that makes a plan
 is taken, and its fallback list comes after them. How many multiprocessors each cluster (GPC) of a card has
@@ -32,6 +32,7 @@ from oomph.gpus import GPU, Capability
 Pass = Literal["forward", "data", "weight"]
 
 _LEAST_VERSION = 90800  # has descriptions of GPUs
+_CUDA_ERROR_NO_DEVICE = 100
 
 
 # Parts of the enumerations of cudnn_graph.h, by the names that they have there.
@@ -284,8 +285,9 @@ def _library() -> _Library | None:
     """cuDNN as torch would load it, if it is installed and recent enough."""
     if os.environ.get("OOMPH_CUDNN") == "0":
         return None
-    # cuDNN starts the driver: it would take 520 MiB of an H200, and a fork could not ask it.
-    if _load((), "libcuda.so.1") is not None:
+    # cuDNN starts the driver: it would take 520 MiB of an H200 that it finds, and a fork could not ask it.
+    driver = _load((), "libcuda.so.1")
+    if driver is not None and not _is_without_gpu(driver):
         return None
     folders = {Path(torch.__file__).parent / "lib"}
     with contextlib.suppress(ImportError):
@@ -299,6 +301,14 @@ def _library() -> _Library | None:
     if _load(folders, f"libcublasLt.so.{found.cudnnGetCudartVersion() // 1000}") is None:
         return None
     return _Library(found) if found.cudnnGetVersion() >= _LEAST_VERSION else None
+
+
+def _is_without_gpu(driver: ctypes.CDLL) -> bool:
+    """Whether GPUs are hidden from this process. Where they are not, the driver is not started."""
+    getenv = ctypes.CDLL(None).getenv  # which sees os.putenv
+    getenv.restype = ctypes.c_char_p
+    hidden: bool = getenv(b"CUDA_VISIBLE_DEVICES") == b"" and driver.cuInit(0) == _CUDA_ERROR_NO_DEVICE
+    return hidden
 
 
 def _load(folders: Iterable[Path], name: str) -> ctypes.CDLL | None:
