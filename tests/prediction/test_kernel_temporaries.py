@@ -382,3 +382,14 @@ def test_an_op_that_torch_fakes_by_a_cpu_kernel_keeps_a_type_which_that_lacks():
 
     measured = 956_928
     assert oomph.predict(target, gpu="h200").steps[-1].allocated == pytest.approx(measured, rel=0.04)
+
+
+def test_a_condition_of_bytes_is_copied_to_one_of_bools():
+    def program():
+        x = torch.randn(1024, 1024, device="cuda", requires_grad=True)
+        condition = (x == 0).prod(-1, keepdim=True, dtype=torch.uint8)
+        torch.where(condition, torch.zeros(1, device="cuda"), x).sum().backward()
+
+    oomph.predict(program)
+    assert taken(aten.where.self, meta(4096, dtype=torch.uint8), meta(4096), meta(4096)) == [4096]
+    assert taken(aten.where.self, meta(4096, dtype=torch.bool), meta(4096), meta(4096)) == []

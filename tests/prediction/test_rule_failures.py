@@ -91,6 +91,7 @@ def test_every_rule_beside_an_ops_results_may_fail(monkeypatch, table):
 
 def results_of_kernels():
     x = torch.randn(4, 8, device="cuda", requires_grad=True)
+    torch.where(torch.ones(4, 8, device="cuda") > 0, 1.0, torch.zeros(4, 8, device="cuda"))
     image = torch.randn(2, 4, 8, 8, device="cuda", requires_grad=True)
     F.layer_norm(x, (8,)), F.group_norm(x, 2), x.softmax(-1), x.log_softmax(-1), x.roll(1, 0), x.histc(4)
     F.conv2d(image, torch.randn(4, 4, 3, 3, device="cuda")).sum().backward()

@@ -666,6 +666,22 @@ def _log_softmax_backward(call: BoundArguments, gpu: GPU) -> list[int]:
     return [contiguous_copy_bytes(call["grad_output"]), contiguous_copy_bytes(call["output"])]
 
 
+@cuda_kernel(aten.where.self)
+def _where(fake: Fake, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A condition of bytes is copied to one of bools first (native/TensorCompare.cpp); the fake kernel
+    refuses it."""
+    condition, *others = args
+    if condition.dtype == torch.uint8:
+        condition = fake(aten._to_copy.default, (condition,), {"dtype": torch.bool})
+    return fake(func, (condition, *others), kwargs)
+
+
+@temporaries(aten.where.self)
+def _condition_of_bools(call: BoundArguments, gpu: GPU) -> list[int]:
+    condition = call["condition"]
+    return [condition.numel()] if condition.dtype == torch.uint8 else []
+
+
 # Results that CUDA makes large and then shrinks: they look small, and hold their first storage. Losses that
 # are reduced take one element per element of the input until the mean is written, fold and unfold are as
 # large as the input first.
