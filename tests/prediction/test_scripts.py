@@ -226,6 +226,31 @@ def test_other_endless_loops_end(predicted, loop):
     assert predicted(MODEL + LOOPS[loop]).peak.allocated > 0
 
 
+def test_a_parameter_that_gets_its_first_value_from_data_is_no_step(predicted):
+    """As in ActNorm, between gradients that the forward pass needs."""
+    found = predicted(
+        MODEL
+        + """
+scales = [nn.Parameter(torch.ones(256, device="cuda")) for _ in range(5)]
+optimizer, started = torch.optim.Adam([*model.parameters(), *scales]), False
+while True:
+    x = torch.randn(64, 256, device="cuda", requires_grad=True)
+    for scale in scales:
+        if not started:
+            scale.data.copy_(x.detach().std(0))
+        x = x * scale
+        slope, = torch.autograd.grad(x.sum(), x, create_graph=True)
+        x = x + slope
+    started = True
+    model(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    )
+    assert len(found.steps) == 3
+    assert any(allocation.kind == "optimizer state" for allocation in found.allocations)
+
+
 def test_triton_kernels_of_a_script_are_not_launched(predicted):
     pytest.importorskip("triton")
     source = """

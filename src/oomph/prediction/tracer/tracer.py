@@ -399,6 +399,9 @@ class Tracer:
         self.on_optimizer_step: Callable[[torch.optim.Optimizer], None] | None = None
         self.on_parameter_update: Callable[[], None] | None = None  # by the program itself
         self.gradients_are_new = False  # a backward pass has run since parameters were last updated
+        self._written: set[int] = (
+            set()
+        )  # parameters since that update: one that sets first values writes each once
         self.modules = ModuleStack(self.recorder.mark)
         self.phase: Phase = "setup"
         self.step = 0
@@ -670,7 +673,9 @@ class Tracer:
         trained = allocation.kind == "parameter" or (tensor.is_leaf and tensor.grad is not None)
         if trained and self.gradients_are_new:
             self.gradients_are_new = False
-            if self.on_parameter_update is not None:
+            is_next = not self._written or id(allocation) in self._written
+            self._written = {id(allocation), *(() if is_next else self._written)}
+            if is_next and self.on_parameter_update is not None:
                 self.on_parameter_update()
 
     def record_embedding(self, weight: torch.Tensor, indices: torch.Tensor) -> None:
