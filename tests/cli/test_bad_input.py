@@ -138,6 +138,7 @@ cases(
 cases(
     "predict",
     ("train", "target 'train' has no colon; give a script, as train.py"),
+    ("train.ipynb", "target 'train.ipynb' is a notebook; `jupyter nbconvert --to script`"),
     ("pp", "target 'pp' has no colon (did you mean 'p.py'?)"),
     ("pp.py", "file 'pp.py' does not exist (did you mean 'p.py'?)"),
     ("p.py --fix micro_batches", "changes the step, not the model, and cannot be applied to a script"),

@@ -200,6 +200,11 @@ def split_target(target: str) -> tuple[str, str]:
             raise UserError(
                 f"target {target!r} is a whole script, which this command does not take; give {_NO_SCRIPT}"
             )
+        if target.endswith(".ipynb"):
+            raise UserError(
+                f"target {target!r} is a notebook; `jupyter nbconvert --to script` makes a script of it, or "
+                "call oomph.predict in it"
+            )
         what = "is a folder" if os.path.isdir(target) else f"has no colon{_nearest_file(Path(target))}"
         raise UserError(f"target {target!r} {what}; {VALID}")
     if not source or not name.isidentifier():
