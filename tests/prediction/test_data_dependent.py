@@ -375,6 +375,19 @@ def test_a_mask_selects_what_the_shape_of_its_result_says(further):
     assert oomph.predict(program).interval is None
 
 
+@pytest.mark.parametrize("use", ["selected + x", "x[selected[:, 0] > 0]", "torch.cat([selected, x], dim=1)"])
+def test_a_mask_selects_all_where_the_program_needs_as_many(use):
+    """As a renderer whose points all lie before the camera."""
+
+    def program():
+        x = torch.randn(64, 20, device="cuda", requires_grad=True)
+        selected = x[nn.Linear(20, 1, device="cuda")(x)[:, 0] > 0]
+        eval(use, {"x": x, "selected": selected, "torch": torch}).sum().backward()
+        assert len(selected) == 64
+
+    oomph.predict(program)
+
+
 def test_a_wrong_shape_of_what_a_known_mask_selects_is_the_programs_error():
     def program():
         mask = torch.arange(8, device="cuda") > 3

@@ -921,10 +921,19 @@ class ValueEstimates:
 
     def share_stated(self, error: str) -> tuple[str, int, Fraction] | None:
         """The part of a mask that a line selects, of a program that failed because it gave the selected
-        elements a shape, as in x[mask].view(n, 32, 32), that does not go with the guess of their number."""
+        elements a shape, as in x[mask].view(n, 32, 32), that does not go with the guess of their number, or
+        because it used them with a tensor as long as the mask, as in x[mask] + y: the mask selects all."""
         found = re.search(r"shape '\[([-\d, ]+)\]' is invalid for input of size (\d+)", error)
         if found is None:
-            return None
+            numbers = {int(each) for each in re.findall(r"\d+", error)}
+            selected = reversed(self._selected.items())
+            lines = (
+                line
+                for line, (rows, elements) in selected
+                if rows != elements and {rows, elements} <= numbers
+            )
+            line = next(lines, None)
+            return line and (*line, Fraction(1))
         shape, size = [int(each) for each in found[1].split(",")], int(found[2])
         wanted = math.prod(each for each in shape if each != -1)
         if -1 in shape:
@@ -946,7 +955,7 @@ class ValueEstimates:
         site = self._site() or Site("", 0, "")
         line = site.file, site.line
         if line in self._assumptions.shares:
-            self._note("how many elements a mask selects follows from the shape that the program gives them")
+            self._note("how many elements a mask selects follows from what the program does with them")
             return round(self._assumptions.shares[line] * mask.numel())
         rows = self._rows_guessed(mask, found)
         self._selected.pop(line, None)  # the latest is the last
