@@ -545,6 +545,24 @@ def test_a_loop_may_compare_with_a_number_that_it_computes():
     assert not any("failed" in note.text for note in oomph.predict(program).notes)
 
 
+@pytest.mark.parametrize("bounds", [(0, 0), (0, 2), (2, 0), (2, 2)])
+@in_process
+def test_a_loop_that_two_conditions_end_is_left(bounds):
+    def program():
+        x, least = torch.randn(64, 64, device="cuda", requires_grad=True), torch.zeros((), device="cuda")
+        while True:
+            x = x.tanh()
+            error = x.detach().abs().max()
+            if error < least + bounds[0] and error < bounds[1]:
+                break
+        x.sum().backward()
+
+    prediction = oomph.predict(program)
+    (assumed,) = prediction.assumptions
+    assert "loop" in assumed.text
+    assert not any("failed" in note.text for note in prediction.notes)
+
+
 @in_process
 def test_a_line_with_two_conditions_is_not_answered_for_the_wrong_one():
     def program():

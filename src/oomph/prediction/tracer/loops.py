@@ -38,12 +38,14 @@ class Answered(NamedTuple):
 
 class _Asked(NamedTuple):
     """The last answer of a line, how often in a row, and the bytes allocated then, in one execution of the
-    loop's function: the next execution starts its loop again."""
+    loop's function: the next execution starts its loop again. `leaving`: how many further conditions of the
+    line get the answer that ends the loop, which is being left."""
 
     answer: Any = None
     repeated: int = 0
     allocated: int = 0
     execution: object = None
+    leaving: int = 0
 
 
 class Loops:
@@ -63,6 +65,9 @@ class Loops:
         """The program reads a guess at this line."""
         end = _loop_ends(site.file).get(site.line)
         before = self._last(site)
+        if before.leaving and end is not None:
+            self._asked[site.file, site.line] = before._replace(leaving=before.leaving - 1)
+            return Answered(not end.goes_on, 1, False, False, False)
         grew = self._allocated() > before.allocated
         ends = end is not None and end.goes_on is not None and value is (not end.goes_on)
         prolonged = end is not None and ends and self._runs_longer(site, end, before, grew)
@@ -75,7 +80,8 @@ class Loops:
         else:
             most = _ROUNDS["typical"] if self._sizes == "fewest" and grew else _MOST_ASKED
         if repeated > most:
-            del self._asked[site.file, site.line]
+            leaving = end.together - 1 if end is not None else 0
+            self._asked[site.file, site.line] = _Asked(execution=before.execution, leaving=leaving)
             self._leave(site, repeated, grew)
         halved = min(repeated - _ROUNDS[self._sizes], _MOST_HALVED)
         halves = end is not None and end.of_number and isinstance(value, float) and halved > 0
@@ -86,6 +92,9 @@ class Loops:
     def count(self, site: Site, value: Any) -> int:
         """How often in a row the line got this answer."""
         last = self._last(site)
+        end = _loop_ends(site.file).get(site.line)
+        if end is not None and end.together > 1 and value is not end.goes_on:  # the other conditions decide
+            return last.repeated
         repeated = last.repeated + 1 if last.answer == value or not isinstance(value, bool) else 1
         self._asked[site.file, site.line] = _Asked(value, repeated, self._allocated(), last.execution)
         return repeated
@@ -134,11 +143,13 @@ def _execution(site: Site) -> object:
 
 class _LoopEnd(NamedTuple):
     """A condition that can end a loop: with which answer the loop goes on, and whether it is asked after a
-    round, not before. Outside a loop, `if condition: return` may end one of a caller."""
+    round, not before. Outside a loop, `if condition: return` may end one of a caller. `together`: how many
+    conditions have to agree for the loop to end, as in `if a and b: break`."""
 
     goes_on: bool | None  # None: either, as in `if not a and b: break`, whose line asks for both
     after_round: bool
     in_loop: bool
+    together: int = 1
     of_number: bool = False  # not the condition, but a number that it compares: `error = x.max().item()`
 
 
@@ -148,16 +159,20 @@ def _loop_ends(file: str) -> dict[int, _LoopEnd]:
     that assign to a name which such a condition of the loop around them has."""
     found: dict[int, _LoopEnd] = {}
 
-    def state(test: ast.expr, goes_on: bool, after_round: bool, in_loop: bool) -> None:
+    def state(test: ast.expr, goes_on: bool, after_round: bool, in_loop: bool, together: int = 1) -> None:
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            state(test.operand, not goes_on, after_round, in_loop)
+            state(test.operand, not goes_on, after_round, in_loop, together)
         elif isinstance(test, ast.BoolOp):
+            if isinstance(test.op, ast.Or) is goes_on:
+                together += len(test.values) - 1
             for operand in test.values:
-                state(operand, goes_on, after_round, in_loop)
+                state(operand, goes_on, after_round, in_loop, together)
         else:
             for line in range(test.lineno, (test.end_lineno or test.lineno) + 1):
                 either = line in found and found[line].goes_on is not goes_on
-                found[line] = _LoopEnd(None if either else goes_on, after_round, in_loop)
+                found[line] = _LoopEnd(
+                    None if either else goes_on, after_round, in_loop, 1 if either else together
+                )
 
     def visit(node: ast.AST, in_loop: bool) -> None:
         for child in ast.iter_child_nodes(node):

@@ -584,7 +584,8 @@ class Values:
             if isinstance(tensor, FakeTensor) and not self.of(tensor).known:
                 for difference in (0.5**rounds, -(0.5**rounds)):
                     value = torch.tensor(number + difference * max(abs(number), 1), dtype=tensor.dtype)
-                    given = (value, number) if tensor is args[0] else (torch.tensor(number), value)
+                    other = torch.tensor(number) if isinstance(args[1], torch.Tensor) else number
+                    given = (value, other) if tensor is args[0] else (torch.tensor(number), value)
                     if bool(func(*given)) == answer:
                         return self.set(tensor, value, whole=False, known=False)
         return None
