@@ -65,6 +65,17 @@ def test_what_holds_on_a_condition_is_marked_with_the_command_that_checks_it():
     assert "(?)" not in text(prediction(), OFFERS[:3])
 
 
+def test_notes_are_those_of_a_row_and_modules_are_shown_whole():
+    blocks = tuple(f"transformer.blocks.{index}" for index in range(6))
+    keep = replace(offer("checkpoint", 20 * GiB, note="keeps products"), options={"keep": "x"}, where=blocks)
+    half = replace(offer("checkpoint", 22 * GiB, note="every second"), options={"blocks": [*blocks[::2]]})
+    wide = replace(offer("allocator", 22 * GiB), options={"expandable_segments": False, "max_split": 128})
+    shown = text(prediction(), (keep, half, wide))
+    assert "checkpoint:keep=x: keeps products" in shown
+    assert "checkpoint:blocks=[3 names]: every second" in shown
+    assert "transformer.blocks.{0..5}" in "".join(shown.split())
+
+
 def test_programs_are_told_the_same():
     found = proposals_to_json(prediction(), OFFERS)
     assert found["fits"] is False

@@ -20,7 +20,7 @@ def _peak(reserved, **changes):
 
 def _on_a_card(capacity, reserved, verdict, **changes):
     values = {"capacity": capacity, "limit": capacity - CONTEXT, "peak": _peak(reserved), "refused": None}
-    return prediction(verdict=verdict, **values, **changes)
+    return prediction(verdict=verdict, **{**values, **changes})
 
 
 NO_CARD = {"gpu": None, "gpu_title": "", "capacity": None, "refused": None}
@@ -49,7 +49,7 @@ BY_SIZE = {"gpu": "24GiB", "gpu_title": "24 GiB"}
         ),
         (
             prediction(capacity=80 * GiB, limit=20 * GiB, refused=None),
-            ["does not fit: needs 31.0 GiB", "limit is 20.0 GiB"],
+            ["does not fit: needs 31.0 GiB reserved", "limit is 20.0 GiB"],
         ),
         (
             prediction(capacity=24 * GiB, limit=80 * GiB, verdict="fits", refused=None),
@@ -67,7 +67,14 @@ BY_SIZE = {"gpu": "24GiB", "gpu_title": "24 GiB"}
             _on_a_card(24 * GiB, 23 * GiB, "too close to call", margin=600 * MiB),
             ["too close to call: needs 23.5 GiB, margin 600 MiB; the RTX 3090 has 24.0 GiB"],
         ),
-        (_on_a_card(24 * GiB, 25 * GiB, "fits"), ["fits, but only by releasing cached memory", "25.5 GiB"]),
+        (
+            _on_a_card(24 * GiB, 27 * GiB, "too close to call", refused=allocation(0, GiB)),
+            ["needs 27.5 GiB; the RTX 3090 has 24.0 GiB, which may be enough if cached memory is released"],
+        ),
+        (
+            _on_a_card(24 * GiB, 25 * GiB, "fits"),
+            ["fits, but only by releasing cached memory: needs 25.5 GiB without releasing it"],
+        ),
         (
             _on_a_card(24 * GiB, 23 * GiB, "fits", without_search=_peak(5 * GiB)),
             ["fits with 18.5 GiB to spare: needs 5.50 GiB; the RTX 3090 has 24.0 GiB"],

@@ -365,9 +365,7 @@ def propose_for_program(
     made = ScriptProgram if isinstance(target, Script) else FunctionProgram
     program = made(target, card, limit)  # type: ignore[arg-type]
     progress("predicting the step without fixes", None)
-    began = time.perf_counter()
     prediction = program.predict()
-    first = time.perf_counter() - began
 
     def search(progress: Progress) -> list[Proposal]:
         proposals = program.proposals(prediction)
@@ -378,9 +376,9 @@ def propose_for_program(
         began = time.perf_counter()
 
         def report() -> None:
-            each = (time.perf_counter() - began) / len(tried) if tried else first
-            left = max(1.0, each * (len(found) - len(tried)))
-            progress(f"predicting each fix by itself, about {left:.0f} s left", len(tried) / len(found))
+            each = (time.perf_counter() - began) / max(1, len(tried))
+            left = f", about {max(1.0, each * (len(found) - len(tried))):.0f} s left" if tried else ""
+            progress(f"predicting each fix by itself{left}", len(tried) / len(found))
 
         if found:
             report()

@@ -24,6 +24,7 @@ from oomph.records import (
 )
 from oomph.report.as_json import sizes_to_json
 from oomph.report.terminal import (
+    collapse_modules,
     columns,
     distinct_sizes,
     is_limited,
@@ -153,7 +154,7 @@ def all_fixes_text(rows: Sequence[tuple[str, str, str]], console: Console) -> st
 def _proposals_table(prediction: Prediction, proposals: Sequence[Proposal]) -> Table:
     does_not_fit, limited = prediction.fits is False, is_limited(prediction)
     fits_column = ["left fits"] if does_not_fit else []
-    table = columns("left fix", "right saves", "right needs", *fits_column, "right time", "fold where")
+    table = columns("fold fix", "right saves", "right needs", *fits_column, "right time", "fold where")
     table.columns[-1].min_width = _WHERE_WIDTH
     for one in proposals:
         mark = f" {_CONDITIONAL}" if one.condition else ""
@@ -164,7 +165,7 @@ def _proposals_table(prediction: Prediction, proposals: Sequence[Proposal]) -> T
             "?" if one.peak is None else format_bytes(one.peak.reserved if limited else one.peak.device),
             *(fits if does_not_fit else []),
             "?" if one.slowdown is None else f"x{one.slowdown:.2f}",
-            _where(one),
+            collapse_modules(one.where) or "the whole model",
         )
     return table
 
@@ -204,19 +205,13 @@ def _conditions(proposals: Sequence[Proposal], target: str) -> list[_Advice]:
     ]
 
 
-def _where(one: Proposal) -> str:
-    if len(one.where) <= 2:
-        return ", ".join(name or "the whole model" for name in one.where)
-    return f"{one.where[0]} .. {one.where[-1]} ({len(one.where)})"
-
-
 def _sentences(proposals: Sequence[Proposal]) -> dict[str, list[tuple[str, str]]]:
     """What the fixes change, by kind; then the notes."""
     found: dict[str, dict[tuple[str, str], None]] = {}
     for one in proposals:
         heading = f"{one.kind}, on a condition {_CONDITIONAL}" if one.condition else one.kind
         found.setdefault(heading, {})[one.fix, one.changes] = None
-    notes = {(one.fix, one.note): None for one in proposals if one.note}
+    notes = {(short_fix_word(one), one.note): None for one in proposals if one.note}
     if notes:
         found["notes"] = notes
     return {heading: list(sentences) for heading, sentences in found.items()}

@@ -130,22 +130,22 @@ def _traced_steps(prediction: Prediction) -> Verdict:
         return Verdict("needs", f" {format_bytes(prediction.needed.device)}{margin}{peak}")
     needed, available, owner = _needed_and_available(prediction)
     need_text, available_text = distinct_sizes(needed, available)
+    need_text += " reserved" if is_limited(prediction) else ""  # without the CUDA context
     there_is = f"{owner} {available_text}"
     if prediction.verdict == "too close to call":
-        verb, cached = "needs", ""
-        refused = _out_of_memory(prediction)
-        if needed > available and not refused:
-            verb, cached = "would reserve", ", which may be enough if cached memory is released"
+        cached, refused = "", _out_of_memory(prediction)
+        if needed > available + (prediction.margin if refused else 0):
+            cached = ", which may be enough if cached memory is released"
         elif _depends_on_values(prediction):
             margin += ", and more with other values"
-        details = f": {verb} {need_text}{margin}; {there_is}{cached}{peak}"
+        details = f": needs {need_text}{margin}; {there_is}{cached}{peak}"
         return Verdict("too close to call", details, refused and f"if it fails: {refused}")
     if prediction.verdict == "does not fit":
         fragmented = "" if needed > available else ", but its free blocks are too small (fragmentation)"
         details = f": needs {need_text}; {there_is}{fragmented}{peak}"
         return Verdict("does not fit", details, _out_of_memory(prediction))
     if needed > available:
-        details = f": would otherwise reserve {need_text}{margin}; {there_is}{peak}"
+        details = f": needs {need_text} without releasing it{margin}; {there_is}{peak}"
         return Verdict("fits, but only by releasing cached memory", details)
     spare = f" with {format_bytes(available - needed)} to spare{margin}"
     if needed + prediction.margin > available:
