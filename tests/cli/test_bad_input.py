@@ -264,6 +264,11 @@ cases(
         "x.py ended without a training step: it ran no backward pass",
         "import torch\ntorch.ones(4, device='cuda')",
     ),
+    (
+        "x.py",
+        "x.py ended without a training step: it made an optimizer, but it ran no backward pass",
+        "import torch\nmodel = torch.nn.Linear(4, 4).cuda()\ntorch.optim.SGD(model.parameters())",
+    ),
     status=PROGRAM,
 )
 cases("predict", ("p.py:loss_interrupts", "interrupted"), status=INTERRUPTED)

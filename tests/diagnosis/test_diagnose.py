@@ -305,6 +305,24 @@ def test_penalties_on_gradients_retain_no_graph():
     assert not found & {"retained graph", "loop kept by autograd"}
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_script_that_only_infers_is_diagnosed_as_that(grad, tmp_path, capsys):
+    (tmp_path / "infer.py").write_text(f"""
+import torch
+from torch import nn
+model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.SiLU()) for _ in range(6))).cuda().eval()
+with torch.set_grad_enabled({grad}):
+    for _ in range(2):
+        print(model(torch.randn(8192, 512).cuda()).argmax(-1).shape)
+""")
+    assert run(["diagnose", str(tmp_path / "infer.py"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert any("no backward pass ran" in note["text"] for note in found["assumptions"])
+    assert (found["findings"][0]["pattern"] == "evaluation without no_grad") == grad
+    assert "activations across layers" not in {one["pattern"] for one in found["findings"]}
+    assert "parameters" in {one["stage"] for one in found["stages"]}
+
+
 @in_process
 def test_fragmentation_is_a_share_of_what_is_reserved():
     prediction = oomph.predict(WORKLOAD)

@@ -291,6 +291,10 @@ class PeakAnalysis:
                 found.add(one.id)
         return frozenset(found)
 
+    @cached_property
+    def trains(self) -> bool:
+        return any(event.label == "backward" for event in self.prediction.events)
+
     # -- lifetimes ------------------------------------------------------------------------------------
 
     @cached_property
@@ -312,7 +316,7 @@ class PeakAnalysis:
     def is_evaluated(self) -> bool:
         """Whether what autograd keeps at the peak is freed without a backward pass: another call of a model
         comes before the next one, or the end."""
-        newest = max((one.call for one in self.alive), default=0)
+        newest = max((one.call for one in self.alive if one.module), default=0)
         kept = [one for one in self.alive if one.differentiable and one.call == newest]
         unused = [one for one in kept if not self.backward_passes.get(one.id)]
         if len(unused) < 2 or len(unused) < 0.9 * len(kept):
@@ -571,7 +575,7 @@ def _is_weight_cast(facts: PeakAnalysis, one: Allocation) -> bool:
 
 
 def _is_of_layer(facts: PeakAnalysis, one: Allocation) -> bool:
-    return bool(one.module) and one.during in _FORWARD
+    return facts.trains and bool(one.module) and one.during in _FORWARD
 
 
 def _is_unused_graph(facts: PeakAnalysis, one: Allocation) -> bool:

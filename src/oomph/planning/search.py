@@ -234,7 +234,7 @@ class _Search:
         self.first = time.perf_counter() - self.began
         self.base = base = self._trial((), prediction)
         self.seconds, self.margin = base.result.step_seconds, prediction.margin
-        self.notes = prediction.notes
+        self.notes = (*prediction.assumptions, *prediction.notes)
         self.growth = prediction.growth.bytes if prediction.growth is not None else 0
         least, reason = self._least(prediction, kinds)
         if base.result.fits or self._least(prediction, FIX_KINDS)[0]:

@@ -370,16 +370,13 @@ def _assumptions(tracer: Tracer) -> Iterator[Note]:
             "torch.distributed.init_process_group(), then fully_shard or DistributedDataParallel"
         )
     yield from tracer.estimates.loops_cut
-    conditions = tracer.estimates.conditions
-    if not conditions:
-        return
+    conditions, missing = tracer.estimates.conditions, ""
     if not any(event.label == "backward" for event in tracer.recorder.events):
         missing = "no backward pass ran"
+        yield Note(f"inference, because {missing}: this is the memory of what it did, not of a training step")
     elif tracer.optimizers and not tracer.optimizer_steps:
         missing = "no optimizer stepped"
-    else:
-        return
-    for site, answer in list(conditions)[:_CONDITIONS_SHOWN]:
+    for site, answer in list(conditions)[:_CONDITIONS_SHOWN] if missing else ():
         yield Note(f"{missing}, where a condition on values is taken as {str(answer).lower()}", site)
 
 

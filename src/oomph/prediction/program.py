@@ -349,12 +349,7 @@ def _check_own_training(result: Any, name: str, tracer: Tracer) -> None:
     trained = any(event.label == "backward" for event in tracer.recorder.events)
     if not trained and not tracer.optimizer_steps:
         check_result(result, name)
-    if not trained:
-        tracer.recorder.note(
-            f"{name} ran no backward pass: this is the memory of what it did, not of a training step; "
-            "for that, return the step"
-        )
-    elif tracer.optimizer_steps == 1:
+    if tracer.optimizer_steps == 1:
         tracer.recorder.note(
             f"only one optimizer step of {name} was traced: the optimizer's state, made in it, may raise the "
             "peak of the second; a function that returns its step is traced for three"

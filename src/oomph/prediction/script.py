@@ -301,13 +301,15 @@ class _ScriptSteps:
         name, steps = self._script.name, self.trained
         self._tracer.work.keep_step()
         self._check_gpu()
-        if not steps and not any(event.label == "backward" for event in self._tracer.recorder.events):
-            raise ProgramError(f"{name} ended without a training step: it ran no backward pass")
-        if not steps:
+        trained = any(event.label == "backward" for event in self._tracer.recorder.events)
+        if not trained and (self._tracer.optimizers or not self._tracer.modules.completed):
+            made = "it made an optimizer, but " if self._tracer.optimizers else ""
+            raise ProgramError(f"{name} ended without a training step: {made}it ran no backward pass")
+        if trained and not steps:
             self._tracer.recorder.note(
-                f"{name} ended without a training step: this is the memory of what it did"
+                f"{name} ended without an optimizer step: this is the memory of what it did"
             )
-        elif steps < 2:
+        elif steps == 1:
             self._tracer.recorder.note(
                 f"{name} ended after one optimizer step; the optimizer's state, made in it, may raise the "
                 "peak of the second"

@@ -402,7 +402,7 @@ class HolderSearch:
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
         self._searched_at = 0
-        self._next_call = 2
+        self._next_call = 0
         self._found: dict[Site, _Held] = {}
 
     def before_call(self) -> None:
@@ -410,6 +410,7 @@ class HolderSearch:
         calls = self._tracer.modules.completed
         if calls >= self._next_call:
             self._next_call = calls + calls // 4 + 1
+            self._tracer.label_parameters()  # inference has no backward pass, and may free its model
             self()
 
     def __call__(self) -> None:
