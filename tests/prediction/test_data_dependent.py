@@ -375,6 +375,19 @@ def test_a_mask_selects_what_the_shape_of_its_result_says(further):
     assert oomph.predict(program).interval is None
 
 
+def test_an_unknown_mask_selects_some_elements_even_if_examples_of_its_values_are_alike():
+    """Points, which are alike in a trace, in a part of an image."""
+
+    def program():
+        x = nn.Linear(2, 2, device="cuda")(torch.randn(64, 2, device="cuda"))
+        points = torch.stack([x[:, 0] * 30, x[:, 1] * 50], dim=-1)
+        inside = (points - 5 < 20).all(dim=-1) & (points[:, 0] > 10)
+        assert inside.sum() > 0
+        points[inside].sum().backward()
+
+    oomph.predict(program)
+
+
 @pytest.mark.parametrize("use", ["selected + x", "x[selected[:, 0] > 0]", "torch.cat([selected, x], dim=1)"])
 def test_a_mask_selects_all_where_the_program_needs_as_many(use):
     """As a renderer whose points all lie before the camera."""

@@ -760,9 +760,10 @@ def _sample(entry: Representative) -> torch.Tensor:
 
 def _fraction(entry: Representative) -> float:
     """How many of the elements are not zero. Rule: of an unknown condition, half."""
-    if not entry.known and entry.values.dim() == 0 and entry.values.dtype == torch.bool:
+    values = entry.values
+    if not entry.known and values.dtype == torch.bool and bool(values.all()) == bool(values.any()):
         return 0.5
-    return float(entry.values.count_nonzero()) / max(entry.values.numel(), 1)
+    return float(values.count_nonzero()) / max(values.numel(), 1)
 
 
 def _mean(entry: Representative) -> float:
