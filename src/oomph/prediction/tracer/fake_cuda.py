@@ -329,7 +329,7 @@ def install_fake_cuda(patches: Patches, gpu: GPU, recorder: AllocationRecorder) 
     patches.set(*internals.ACCELERATOR, _answer(torch.device("cuda")))  # of device meshes
     patches.set(*internals.CUDA_LAZY_INIT, _nothing)
     patches.set(*internals.CUDA_RAW_STREAM, _answer(0), missing_ok=True)
-    _load_no_cuda_library(patches, recorder)
+    _load_no_cuda_library(patches, gpu, recorder)
     patches.set(*internals.CUDA_RECORD_MEMORY_HISTORY, _nothing)
 
     def record_stream(tensor: torch.Tensor, s: Any) -> None:
@@ -370,8 +370,40 @@ class CudaLibrary:
     __getitem__ = __getattr__
 
 
-def _load_no_cuda_library(patches: Patches, recorder: AllocationRecorder) -> None:
-    load = ctypes.LibraryLoader.LoadLibrary
+class ManagementLibrary(ctypes.CDLL):
+    """Stands for NVML, the library behind nvidia-smi that programs ask with pynvml for the memory in use."""
+
+    gpu: GPU
+    recorder: AllocationRecorder
+
+    def __getitem__(self, name: str) -> Any:
+        def function(*args: Any) -> int:
+            """Writes its answer to what its last arguments refer to. Where it has none, zeros stay there."""
+            out: Any = getattr(args[-1], "_obj", None) if args else None
+            if name.startswith("nvmlDeviceGetCount"):
+                out.value = 1
+            elif name.startswith("nvmlDeviceGetMemoryInfo"):
+                out.total, out.used = self.gpu.memory, self.recorder.live_bytes
+                out.free = max(out.total - out.used, 0)
+            elif name == "nvmlDeviceGetName":
+                args[1].value = self.gpu.title.encode()
+            elif name == "nvmlDeviceGetCudaComputeCapability":
+                args[1]._obj.value, out.value = self.gpu.capability
+            return 0  # success
+
+        return function
+
+
+def _load_no_cuda_library(patches: Patches, gpu: GPU, recorder: AllocationRecorder) -> None:
+    load, init = ctypes.LibraryLoader.LoadLibrary, ctypes.CDLL.__init__
+
+    def init_library(library: Any, name: Any, *args: Any, **kwargs: Any) -> None:
+        if str(name).startswith("libnvidia-ml.so"):
+            library.__class__, library.gpu, library.recorder = ManagementLibrary, gpu, recorder
+        else:
+            init(library, name, *args, **kwargs)
+
+    patches.set(ctypes.CDLL, "__init__", init_library)
 
     def load_library(loader: Any, name: Any) -> Any:
         return CudaLibrary(recorder) if "_cuda" in Path(str(name)).name else load(loader, name)
