@@ -522,6 +522,49 @@ while True:
     assert with_a_rest == pytest.approx(whole)
 
 
+STEPS = """
+optimizer = torch.optim.AdamW(model.parameters())
+def train(batch):
+    for _ in range(3):
+        model(torch.randn(batch, 256, device="cuda")).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_joblib_trains_in_the_process(predicted):
+    source = "import joblib\njoblib.Parallel(n_jobs=2)(joblib.delayed(train)(b) for b in (8, 16))"
+    assert predicted(MODEL + STEPS + source).peak.allocated
+
+
+def test_wandb_is_disabled_whatever_mode_the_program_asks_for(predicted, tmp_path):
+    (tmp_path / "wandb.py").write_text("def init(project, mode=None):\n    return mode\n")
+    source = "import wandb\nassert wandb.init(project='a', mode='offline') == 'disabled'\ntrain(8)"
+    assert predicted(MODEL + STEPS + source).peak.allocated
+
+
+def test_the_management_library_answers_for_the_gpu(predicted):
+    """As pynvml calls it."""
+    source = """
+import ctypes
+from ctypes import byref
+class Memory(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
+library = ctypes.CDLL("libnvidia-ml.so.1")
+memory, count, handle = Memory(), ctypes.c_uint(), ctypes.c_void_p()
+name = ctypes.create_string_buffer(96)
+assert library.nvmlInit_v2() == library.nvmlDeviceGetHandleByIndex_v2(0, byref(handle)) == 0
+assert library.nvmlDeviceGetCount_v2(byref(count)) == 0 and count.value == 1
+library.nvmlDeviceGetName(handle, name, 96)
+assert name.value.decode() == torch.cuda.get_device_name()
+train(8)
+assert library.nvmlDeviceGetMemoryInfo(handle, byref(memory)) == 0
+assert memory.total == torch.cuda.mem_get_info()[1] and memory.used >= torch.cuda.memory_allocated() > 0
+optimizer.step()
+"""
+    assert predicted(MODEL + STEPS + source, steps=4).peak.allocated
+
+
 def test_one_rank_of_torchrun(predicted):
     source = (
         MODEL

@@ -643,7 +643,8 @@ def _forget_imports_of_other_threads() -> None:
             sys.modules.pop(name, None)
 
 
-_ENVIRONMENT = {"GIT_OPTIONAL_LOCKS": "0", "WANDB_MODE": "disabled"}  # wandb's offline mode starts a server
+# wandb's offline mode starts a server, and joblib processes that would not see the fake GPU.
+_ENVIRONMENT = {"GIT_OPTIONAL_LOCKS": "0", "WANDB_MODE": "disabled", "JOBLIB_MULTIPROCESSING": "0"}
 _COMMANDS = {"subprocess.Popen": 1, "os.system": 0, "os.exec": 1, "os.posix_spawn": 1}
 # Hooks are called for all events, also for every id() of a trace: one hook, and the others cost it little.
 _AUDITED = file_overlay.AUDITED_WRITES | {"socket.connect", *_COMMANDS}

@@ -97,6 +97,7 @@ def tracing(gpu: GPU, log: OpLog | None = None) -> Iterator[Tracer]:
         _make_generators_on_host(patches)
         _draw_truncated_normals_once(patches)
         _skip_triton_kernels(patches, tracer)
+        _disable_wandb(patches)
         _follow_resized_storages(patches, tracer)
         _run_compiled(patches, tracer, placement)
         patches.set(torch.nn.RNNBase, "flatten_parameters", flatten_parameters(tracer.on_gpu))
@@ -415,6 +416,18 @@ def _skip_triton_kernels(patches: Patches, tracer: Tracer) -> None:
         patches.set(autotuner.Autotuner, "run", launch_tuned)
 
     patches.when_imported("triton.runtime.autotuner", imported)
+
+
+def _disable_wandb(patches: Patches) -> None:
+    """Also where the program asks for a mode, which comes before the variable of the environment."""
+
+    def imported() -> None:
+        wandb: Any = sys.modules["wandb"]
+        if init := getattr(wandb, "init", None):
+            patches.set(wandb, "init", lambda *args, **kwargs: init(*args, **{**kwargs, "mode": "disabled"}))
+            patches.set(wandb, "login", lambda *args, **kwargs: True, missing_ok=True)
+
+    patches.when_imported("wandb", imported)
 
 
 def _make_generators_on_host(patches: Patches) -> None:
