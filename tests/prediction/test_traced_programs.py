@@ -868,3 +868,14 @@ def test_lazy_modules_get_their_parameters_on_the_gpu_they_were_moved_to(move):
 
     lazy, usual = (oomph.predict(partial(train, lazy)) for lazy in (True, False))
     assert lazy.peak.allocated == usual.peak.allocated > 4 * MiB
+
+
+def test_a_module_is_moved_to_the_device_and_dtype_of_a_tensor():
+    def train():
+        x = torch.randn(8, 512, device="cuda", dtype=torch.bfloat16)
+        by_position, by_name = nn.Linear(512, 512).to(x), nn.Linear(512, 512).to(tensor=x)
+        for tensor in (by_position.weight, by_name.weight, torch.zeros(2).to(x, True, True)):
+            assert (tensor.device.type, tensor.dtype) == ("cuda", torch.bfloat16)
+        return lambda: mean_square(by_position, by_name(x)).backward()
+
+    assert oomph.predict(train).peak.allocated > 2 * 512 * 512 * 2

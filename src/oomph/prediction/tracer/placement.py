@@ -162,13 +162,8 @@ def move(
 
 
 def _to(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    tensor, rest = args[0], list(args[1:])
-    if rest and isinstance(rest[0], torch.Tensor):  # tensor.to(other)
-        other = rest.pop(0)
-        rest = [device_of(tracer, other), other.dtype, *rest]
-    if isinstance(kwargs.get("other"), torch.Tensor):
-        other = kwargs.pop("other")
-        kwargs |= {"device": device_of(tracer, other), "dtype": other.dtype}
+    tensor = args[0]
+    rest, kwargs = _like_tensor(tracer, args[1:], kwargs)
     copy = kwargs.pop("copy", False) or (len(rest) > 3 and rest.pop(3)) or False
     device, dtype, non_blocking, memory_format = _parse_to(tracer, internals.parse_to, rest, kwargs)
     plain = {"dtype": dtype or tensor.dtype, "copy": copy}
@@ -183,8 +178,21 @@ def _to(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
     return moved if memory_format is None else moved.contiguous(memory_format=memory_format)
 
 
+def _like_tensor(
+    tracer: Tracer, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The device and dtype of the other tensor in tensor.to(other) and module.to(other)."""
+    if args and isinstance(args[0], torch.Tensor):
+        args = [device_of(tracer, args[0]), args[0].dtype, *args[1:]]
+    if isinstance(other := kwargs.get("tensor"), torch.Tensor):
+        kwargs = {**kwargs, "device": device_of(tracer, other), "dtype": other.dtype}
+        del kwargs["tensor"]
+    return list(args), kwargs
+
+
 def _parse_to(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What nn.Module.to makes of its arguments. A bare number is a GPU, whether torch sees one or not."""
+    args, kwargs = _like_tensor(tracer, args, kwargs)
     if args and isinstance(args[0], int):
         args = [torch.device("cuda", args[0]), *args[1:]]
     if isinstance(kwargs.get("device"), int):
