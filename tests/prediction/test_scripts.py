@@ -565,6 +565,22 @@ optimizer.step()
     assert predicted(MODEL + STEPS + source, steps=4).peak.allocated
 
 
+def test_every_step_has_its_own_peak_where_calls_are_not_traced_again(predicted):
+    source = (
+        MODEL
+        + """
+optimizer = torch.optim.AdamW(model.parameters())
+while True:
+    for i in range(8):
+        model(torch.randn(64, 256, device="cuda")).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    )
+    found = predicted(source, steps=5)
+    assert {step.allocated for step in found.steps[1:]} == {found.peak.allocated}
+
+
 def test_one_rank_of_torchrun(predicted):
     source = (
         MODEL

@@ -900,6 +900,7 @@ class _TracedCall:
     live_bytes: int  # before the call
     growth: int  # by which they may differ before the next one; 0: the call keeps more than its results
     times: int  # it was traced one after the other
+    step: int  # the last in which it was traced: every step has its peak
     results: list[Any]  # _TensorLike for a tensor
     structure: Any
     forward: list[Kernel]
@@ -944,7 +945,8 @@ class RepeatedCalls:
             return forward(module, *args, **kwargs)
         known = self._traced.get(key)
         same = known is not None and abs(known.live_bytes - live) <= known.growth
-        if known is not None and same and known.module() is module and known.times >= _TRACED_TIMES:
+        often = known is not None and known.times >= _TRACED_TIMES and known.step == tracer.step
+        if known is not None and same and often and known.module() is module:
             return self._repeat(known, module)
         first, kernels = len(tracer.recorder.allocations), len(tracer.work.kernels)
         out = forward(module, *args, **kwargs)
@@ -963,6 +965,7 @@ class RepeatedCalls:
                 live,
                 growth,
                 times,
+                tracer.step,
                 results,
                 structure,
                 tracer.work.kernels[kernels:],
