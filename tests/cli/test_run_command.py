@@ -55,7 +55,7 @@ def test_a_report_that_fails_does_not_hide_the_failure(fake_gpu, monkeypatch, ca
     assert "no report of the failure could be made" in shown
 
 
-def test_a_script_that_fails_without_a_gpu_is_pointed_to_predict(tmp_path, monkeypatch, capsys):
+def test_without_a_gpu_nothing_is_recorded_and_predict_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     Path("train.py").write_text("raise ValueError('bf16 needs a GPU')\n")
@@ -63,3 +63,7 @@ def test_a_script_that_fails_without_a_gpu_is_pointed_to_predict(tmp_path, monke
     first, *traceback = capsys.readouterr().err.splitlines()
     assert "no GPU; `oomph predict train.py --fix fused_optimizer`" in first
     assert traceback[-1] == "ValueError: bf16 needs a GPU"
+    made = "model = torch.nn.Linear(4, 4)\ntorch.optim.SGD(model.parameters())"
+    Path("train.py").write_text(f"import torch\n{made}\n")
+    assert run(["run", "--fix", "fused_optimizer", "train.py"]) == 0
+    assert "no memory is recorded, because there is no GPU" in capsys.readouterr().err

@@ -82,6 +82,9 @@ def run_script(
     set_allocator_for(uses)
     if has_gpu:
         record_history()
+    else:
+        why = f"no memory is recorded, because there is no GPU; `{predict}` needs none"
+        print(f"oomph: {name} runs, but {why}", file=sys.stderr)
     try:
         with on_each_optimizer(change) if uses else contextlib.nullcontext():
             run_as_main(options.script())
@@ -93,8 +96,6 @@ def run_script(
                 f"{raised_at(error) or name} uses CUDA, and there is no GPU here; "
                 f"`{predict}` predicts it without one"
             ) from error
-        if not has_gpu:
-            print(f"oomph: {name} failed, where there is no GPU; `{predict}` needs none", file=sys.stderr)
         sys.stderr.write(program_traceback(error))
         if has_gpu and isinstance(error, torch.OutOfMemoryError):
             with stdout_to_stderr():
