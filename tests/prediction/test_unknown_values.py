@@ -324,6 +324,7 @@ def test_evenly_spaced_numbers_are_known():
         times = torch.linspace(0, 1, 20, device="cuda")
         assert (times[1:] > times[:-1]).all()
         assert times[-1].item() == 1
+        times.requires_grad_().sum().backward()
 
     assert oomph.predict(program).assumptions == ()
 

@@ -373,7 +373,10 @@ def _assumptions(tracer: Tracer) -> Iterator[Note]:
     conditions, missing = tracer.estimates.conditions, ""
     if not any(event.label == "backward" for event in tracer.recorder.events):
         missing = "no backward pass ran"
-        yield Note(f"inference, because {missing}: this is the memory of what it did, not of a training step")
+        if not conditions:
+            yield Note(
+                f"inference, because {missing}: this is the memory of what it did, not of a training step"
+            )
     elif tracer.optimizers and not tracer.optimizer_steps:
         missing = "no optimizer stepped"
     for site, answer in list(conditions)[:_CONDITIONS_SHOWN] if missing else ():
