@@ -89,7 +89,21 @@ def test_the_progress_bar_appears_after_its_delay():
         return screen.getvalue()
 
     assert "step 2 of 3: backward" in shown(0.01, wait=30)
-    assert "step" not in shown(60.0, wait=0.3)
+    assert "step" not in shown(1e6, wait=0.3)
+
+
+def test_progress_shows_while_torch_is_loaded(tmp_path):
+    (tmp_path / "train.py").write_text("1 / 0")
+    script = (
+        "import sys, time; from oomph.cli.main import run\n"
+        "class SlowDisk:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        time.sleep(3 * (name == 'torch'))\n"
+        "sys.meta_path.insert(0, SlowDisk())\n"
+        f"run(['predict', {str(tmp_path / 'train.py')!r}])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stderr.startswith("oomph: loading torch\n"), done.stderr
 
 
 def test_off_a_terminal_there_is_no_progress_bar():

@@ -10,8 +10,10 @@ import inspect
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, TextIO, get_type_hints
 
@@ -23,8 +25,9 @@ from oomph.errors import UserError
 from oomph.fixes.names import check_name
 from oomph.records import Prediction, Progress
 
-PROGRESS_DELAY_S = 2.0
+PROGRESS_DELAY_S = 2.0  # after the command began
 LINES_EVERY_S = 5.0
+_BEGAN = time.monotonic()
 _REFRESH_S = 0.2
 # Held while the bar is drawn, and by forks: a predicted program that prints in a child would wait for good
 # for a lock of rich that the thread of the bar held.
@@ -125,7 +128,7 @@ def _in_thread(draw: Callable[[threading.Event], None]) -> Iterator[None]:
 
 
 @contextmanager
-def _progress_lines() -> Iterator[Progress]:
+def _progress_lines(delay: float) -> Iterator[Progress]:
     """Print the newest text every few seconds, unless it is the one before."""
     newest = ""
 
@@ -134,8 +137,9 @@ def _progress_lines() -> Iterator[Progress]:
         newest = text if fraction is None else f"{text} ({fraction:.0%})"
 
     def draw(ended: threading.Event) -> None:
-        printed = ""
-        while not ended.wait(LINES_EVERY_S):
+        printed, pause = "", delay
+        while not ended.wait(pause):
+            pause = LINES_EVERY_S
             if newest != printed:
                 printed = newest
                 with _drawing, suppress(OSError):
@@ -149,11 +153,12 @@ def _progress_lines() -> Iterator[Progress]:
 def progress_display(console: Console, delay: float = PROGRESS_DELAY_S) -> Iterator[Progress]:
     """A progress bar, and the function that updates it.
 
-    It appears after `delay` seconds, drawn by a thread so that it moves between updates, and only on a
-    terminal; elsewhere a line is printed every few seconds.
+    It appears `delay` seconds after the command began, drawn by a thread so that it moves between updates,
+    and only on a terminal; elsewhere a line is printed every few seconds.
     """
+    delay = max(0.0, _BEGAN + delay - time.monotonic())
     if not console.is_terminal:
-        with _progress_lines() as print_later:
+        with _progress_lines(delay) as print_later:
             yield print_later
         return
     from rich import progress as bars
@@ -189,6 +194,13 @@ def progress_display(console: Console, delay: float = PROGRESS_DELAY_S) -> Itera
             yield report
     finally:
         progress.stop()
+
+
+def load_torch() -> None:
+    """Import torch, which takes seconds, with a progress bar. Look for mistakes of the user before."""
+    with progress_display(Console(stderr=True)) as report:
+        report("loading torch", None)
+        import_module("oomph.prediction")
 
 
 # ------------------------------------------------------------------------------------------------------ files

@@ -20,6 +20,7 @@ from oomph.cli.common import (
     Max,
     Steps,
     check_output_file,
+    load_torch,
     progress_display,
     stdout_to_stderr,
     write_page,
@@ -77,7 +78,7 @@ def run_fit(given: FitOptions) -> ExitStatus:
     options = find_target(given, "fit")
     kinds = fix_kinds(options.allow)
     _check(options)
-    # Imported here: torch takes a second to load.
+    load_torch()
     from oomph.planning import fit, largest_size, ranks_needed, write_plan
     from oomph.planning.largest import size_name
     from oomph.planning.plan import plan_to_json

@@ -14,7 +14,17 @@ import typer
 from rich.console import Console
 
 from oomph import gpus, units
-from oomph.cli.common import Allow, Gpu, Json, Max, Steps, progress_display, stdout_to_stderr, write_stdout
+from oomph.cli.common import (
+    Allow,
+    Gpu,
+    Json,
+    Max,
+    Steps,
+    load_torch,
+    progress_display,
+    stdout_to_stderr,
+    write_stdout,
+)
 from oomph.cli.targets import (
     TargetOptions,
     allocator_limit,
@@ -69,7 +79,7 @@ def run_fixes(given: FixesOptions) -> int:
         check_target(options.target, options.overrides)
     elif options.module is None:
         check_python_file(options.target)
-    # Imported here: torch takes a second to load. Names are checked before the target, which may take longer.
+    load_torch()
     from oomph.fixes import find, propose
     from oomph.planning.programs import propose_for_program
     from oomph.prediction import call_on_fake_gpu, predict

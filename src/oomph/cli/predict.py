@@ -24,6 +24,7 @@ from oomph.cli.common import (
     Steps,
     check_output_file,
     fix_words,
+    load_torch,
     progress_display,
     stdout_to_stderr,
     write_page,
@@ -153,7 +154,7 @@ def run_diagnose(given: DiagnoseOptions) -> ExitStatus:
     found = find_target(given, "diagnose")
     options = PredictOptions(**{field.name: getattr(found, field.name) for field in fields(found)})
     check_options(options)
-    # Imported here: torch takes a second to load.
+    load_torch()
     from oomph.diagnosis.api import diagnose_with
     from oomph.planning.programs import with_applicable_fixes
 
@@ -274,6 +275,7 @@ def predict_target(
 ) -> Prediction:
     """`sizes`: of the Workload, instead of its own. `silent`: without what the program prints. `on_end`: of a
     Script. `search`: with what cuDNN's search for algorithms takes."""
+    load_torch()
     from oomph.prediction import predict as predict_program
     from oomph.prediction.api import predict_isolated, run_silently
     from oomph.prediction.program import STEPS
