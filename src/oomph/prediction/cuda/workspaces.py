@@ -186,7 +186,7 @@ _SHORT_SUM = {4: 76, 2: 32}  # with fewer products per output, convolutions do w
 _FEW_CHANNELS = 16
 _DIRECT_WEIGHT_CHANNELS = 4  # with fewer, float32 weight gradients of short sums do without tensor cores
 _NARROW_INPUT, _WIDE_OUTPUT = 64, 128  # channels: float32 convolutions from less to more copy no output
-_LARGE_WEIGHT = 1 << 16  # elements
+_LARGE_WEIGHT, _VERY_LARGE_WEIGHT = 1 << 16, 1 << 20  # elements
 _STRIDED_WEIGHT = 1 << 11  # elements: below, gradients of strided 1x1 weights do without tensor cores
 _SMALL_PLANE = 3  # positions: below, gradients of 1x1 weights take no workspace
 _SMALL_KERNEL = 9  # positions: 3x3
@@ -311,14 +311,15 @@ def _workspace(found: _Convolution, kind: Pass, gpu: GPU) -> int:
         if stated is not None:
             return stated
     if kind != "weight":
-        as_it_is = found.is_product and (found.input.plane % 4 == 0 or found.weight < _LARGE_WEIGHT)
+        as_it_is = found.is_product and (found.item != 4 or found.weight < _VERY_LARGE_WEIGHT)
         return 0 if as_it_is or _is_direct(found, kind) else _copies_inside(found, kind)
     if found.is_product and not found.channels_last:
         products, copies = found.batch * found.weight * 4, found.input.bytes + found.output.bytes
         if found.input.plane < _SMALL_PLANE:
             return 0
         if found.item == 4 and not (found.output.channels == 3 and len(found.image) == 2):  # as of RGB images
-            return min(products, copies + gpu.multiprocessors * _TILE * _TILE * 4)
+            sums = gpu.multiprocessors * _TILE * _TILE * 4
+            return products if len(found.image) == 1 else min(products, copies + sums)
         if found.item != 4 and products <= 1.5 * copies:
             return products
     return 0 if _is_direct(found, kind) else _copies_inside(found, kind) + _partial_sums(found, gpu)
