@@ -7,7 +7,7 @@ import pytest
 from benchmarks.report.browser import Browser, find_chromium
 from benchmarks.report.traces import FORWARD, MiB, data_of, hostile, page, trained
 
-from oomph.records import Diagnosis, Finding, FixUse, Measurement, Plan, PredictedFixes
+from oomph.records import Diagnosis, Finding, FixUse, Measurement, Plan, PredictedFixes, Site
 from oomph.report.diagnosis import diagnosis_text
 from oomph.report.html import MOMENTS, html_report
 from oomph.report.measurement import Comparison, OpDifference
@@ -117,6 +117,17 @@ def test_a_click_in_the_chart_shows_what_is_alive_then(opened):
     assert int(after) == int(before) + 1
     opened.key("p")
     assert text(opened, "#moment").split()[0] == at_peak
+
+
+def test_the_caller_of_a_library_has_a_line_of_its_own(browser, tmp_path):
+    run = trained(layers=2)
+    site = replace(FORWARD, caller=Site("/a/train.py", 7, "<module>"))
+    made = tuple(one._replace(site=site) for one in run.allocations)
+    (tmp_path / "report.html").write_text(html_report(page(replace(run, allocations=made))))
+    browser.open(tmp_path / "report.html")
+    codes = "document.querySelectorAll('#table tbody tr:first-child small.code')"
+    lines = browser.value(f"[...{codes}].map(one => one.innerText)")
+    assert lines[-1].startswith("first called from /a/train.py:7")
 
 
 def test_the_table_filters_and_sorts(opened):

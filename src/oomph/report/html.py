@@ -248,7 +248,7 @@ class _Groups:
             return -1
         if site not in self._site_of:
             self._site_of[site] = len(self.sites)
-            code = "  ".join(filter(None, (source_code(site), called_from(site))))
+            code = "\n".join(filter(None, (source_code(site), called_from(site))))
             self.sites.append([printable(file_and_line(site)), printable(site.function), code])
         return self._site_of[site]
 

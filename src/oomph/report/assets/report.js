@@ -371,7 +371,7 @@ function aliveRow(one, most, total) {
   return el("tr", {}, cells);
 }
 
-const siteCell = (site) => [el("span", { class: "mono" }, site[0]), " ", el("span", { class: "faint" }, site[1]), el("small", { class: "mono code", title: site[2] }, site[2])];
+const siteCell = (site) => [el("span", { class: "mono" }, site[0]), " ", el("span", { class: "faint" }, site[1]), ...site[2].split("\n").map((line) => el("small", { class: "mono code", title: line }, line))];
 
 // A tree of the tensors alive, by module path or by file and line, with the stages' colours.
 function drawMap(run) {
