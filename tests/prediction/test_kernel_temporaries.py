@@ -287,6 +287,8 @@ def test_cublas_copies_matrices_without_dense_rows_or_columns(op, args, copied):
         (144, torch.linalg.inv, (16, 512, 512)),
         (130, lambda a: torch.linalg.solve(a, a.new_empty(2048, 64).requires_grad_()), (2048, 2048)),
         (112, lambda a: torch.linalg.slogdet(a)[1], (2048, 2048)),
+        (976, torch.linalg.matrix_exp, (2048, 2048)),
+        (848, torch.linalg.matrix_exp, (64, 256, 256)),
     ],
 )
 def test_linear_algebra_and_its_gradients_hold_what_was_measured(measured, function, shape):

@@ -488,6 +488,12 @@ def _solution_by_lu(call: BoundArguments, gpu: GPU) -> list[int]:
     return [call["B"].nbytes]
 
 
+@temporaries(aten.linalg_matrix_exp.default)
+def _matrix_exponential(call: BoundArguments, gpu: GPU) -> list[int]:
+    """Five powers and five sums of them (compute_T18 of native/LinearAlgebra.cpp); two more of one matrix."""
+    return [(12 if call["self"].dim() == 2 else 10) * call["self"].nbytes]
+
+
 @temporaries(aten._fft_c2r.default)
 def _real_from_complex(call: BoundArguments, gpu: GPU) -> list[int]:
     """cuFFT overwrites the input, so it is given a copy (native/cuda/SpectralOps.cpp)."""

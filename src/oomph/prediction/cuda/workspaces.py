@@ -62,7 +62,7 @@ _CUBLAS_OPS = aten_ops("""
     _addmm_activation.default mv.default addmv.default dot.default _euclidean_dist.default
     _scaled_mm.default mm.out addmm.out bmm.out
     linalg_inv_ex.default _linalg_solve_ex.default linalg_lu_solve.default linalg_solve_triangular.default
-    linalg_pinv.atol_rtol_tensor linalg_lu.default linalg_lu_factor_ex.default
+    linalg_pinv.atol_rtol_tensor linalg_lu.default linalg_lu_factor_ex.default linalg_matrix_exp.default
 """)
 _CUBLAS_OPS_IF_BATCHED = aten_ops("_linalg_slogdet.default _linalg_det.default")
 _PRODUCTS_IN_WIDER_DTYPE = aten_ops("""
