@@ -250,6 +250,8 @@ with _section():  # torch.cuda without a driver
     ACCELERATOR: tuple[Any, str] = (torch._C, "_get_accelerator")
     CUDA_RAW_STREAM: tuple[Any, str] = (torch._C, "_cuda_getCurrentRawStream")  # not in builds for CPUs
     CUDA_LAZY_INIT: tuple[Any, str] = (torch.cuda, "_lazy_init")
+    # Without CUDA among these, torch.profiler records an event per op, which fails with a warning.
+    PROFILER_ACTIVITIES: tuple[Any, str] = (torch.autograd.profiler, "_supported_activities")
     DATA_LOADER_ITERATOR: tuple[Any, str] = (torch.utils.data.DataLoader, "_get_iterator")
     CUDA_RECORD_MEMORY_HISTORY: tuple[Any, str] = (torch.cuda.memory, "_record_memory_history")
     REBUILT_TENSOR_DEVICE: tuple[Any, str] = (torch._utils, "_restore_device_fake_mode")  # of torch.load
@@ -420,6 +422,7 @@ def self_test() -> None:
         ACCELERATOR,
         JAGGED_SDPA_BACKEND,
         CUDA_LAZY_INIT,
+        PROFILER_ACTIVITIES,
         DATA_LOADER_ITERATOR,
         CUDA_RECORD_MEMORY_HISTORY,
         REBUILT_TENSOR_DEVICE,

@@ -581,6 +581,18 @@ while True:
     assert {step.allocated for step in found.steps[1:]} == {found.peak.allocated}
 
 
+def test_the_profiler_records_no_events_of_a_gpu(predicted, capfd):
+    source = """
+from torch.profiler import ProfilerActivity, profile
+with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    train(8)
+assert "addmm" in profiler.key_averages().table(sort_by="cuda_time_total")
+optimizer.step()
+"""
+    assert predicted(MODEL + STEPS + source, steps=4).peak.allocated
+    assert "Failed to record" not in capfd.readouterr().err
+
+
 def test_one_rank_of_torchrun(predicted):
     source = (
         MODEL

@@ -329,6 +329,8 @@ def install_fake_cuda(patches: Patches, gpu: GPU, recorder: AllocationRecorder) 
     patches.set(*internals.ACCELERATOR, _answer(torch.device("cuda")))  # of device meshes
     patches.set(*internals.CUDA_LAZY_INIT, _nothing)
     patches.set(*internals.CUDA_RAW_STREAM, _answer(0), missing_ok=True)
+    activities = {torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA}
+    patches.set(*internals.PROFILER_ACTIVITIES, _answer(activities))
     _load_no_cuda_library(patches, gpu, recorder)
     patches.set(*internals.CUDA_RECORD_MEMORY_HISTORY, _nothing)
 
