@@ -375,15 +375,19 @@ def test_a_mask_selects_what_the_shape_of_its_result_says(further):
     assert oomph.predict(program).interval is None
 
 
-def test_an_unknown_mask_selects_some_elements_even_if_examples_of_its_values_are_alike():
+@pytest.mark.parametrize("known", [False, True], ids=["samples", "whole"])
+def test_an_unknown_mask_selects_some_elements_even_if_examples_of_its_values_are_alike(known):
     """Points, which are alike in a trace, in a part of an image."""
 
     def program():
         x = nn.Linear(2, 2, device="cuda")(torch.randn(64, 2, device="cuda"))
         points = torch.stack([x[:, 0] * 30, x[:, 1] * 50], dim=-1)
+        if known:
+            points = points + torch.full((64, 2), 3.0, device="cuda")
         inside = (points - 5 < 20).all(dim=-1) & (points[:, 0] > 10)
         assert inside.sum() > 0
-        points[inside].sum().backward()
+        assert len(points[inside]) > 0
+        points.sum().backward()
 
     oomph.predict(program)
 

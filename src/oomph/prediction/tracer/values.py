@@ -437,7 +437,12 @@ class Values:
         elif first is not None and not inputs[id(first)].whole and func in _REDUCTIONS:
             values = _REDUCTIONS[func](inputs[id(first)].values)
             return self.set(result, values.to(result.dtype), whole=False, known=known)
-        elif first is not None and func in _SUMS and not inputs[id(first)].whole and not floating:
+        elif (
+            first is not None
+            and func in _SUMS
+            and not floating
+            and (not inputs[id(first)].whole or _is_unsure(inputs[id(first)]))
+        ):
             entry, count = inputs[id(first)], first.numel() // max(result.numel(), 1)
             mean = _fraction(entry) if "count" in func.name() else _mean(entry)
             return self.set(result, torch.tensor(round(mean * count)), whole=False, known=known)
@@ -761,9 +766,17 @@ def _sample(entry: Representative) -> torch.Tensor:
 def _fraction(entry: Representative) -> float:
     """How many of the elements are not zero. Rule: of an unknown condition, half."""
     values = entry.values
-    if not entry.known and values.dtype == torch.bool and bool(values.all()) == bool(values.any()):
+    if _is_unsure(entry):
         return 0.5
     return float(values.count_nonzero()) / max(values.numel(), 1)
+
+
+def _is_unsure(entry: Representative) -> bool:
+    """An unknown condition whose examples are all alike. Few values of a whole tensor may well be."""
+    values = entry.values
+    if entry.known or values.dtype != torch.bool or (entry.whole and values.numel() < _SEVERAL):
+        return False
+    return bool(values.all()) == bool(values.any())
 
 
 def _mean(entry: Representative) -> float:
@@ -967,7 +980,7 @@ class ValueEstimates:
     def _rows_guessed(self, mask: torch.Tensor, found: Representative) -> int:
         elements = mask.numel()
         op = "aten.nonzero (also run for x[mask])"
-        if found.whole:
+        if found.whole and not _is_unsure(found):
             count = int(found.values.count_nonzero())
             self.sizes_assumed = True
             self._note(f"the size of the result of {op} depends on values: {count:,} is assumed")
