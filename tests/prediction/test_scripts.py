@@ -532,7 +532,10 @@ def train(batch):
 """
 
 
-def test_joblib_trains_in_the_process(predicted):
+@pytest.mark.parametrize("imported_before", [False, True])
+def test_joblib_trains_in_the_process(predicted, imported_before):
+    if imported_before:
+        pytest.importorskip("joblib")
     source = "import joblib\njoblib.Parallel(n_jobs=2)(joblib.delayed(train)(b) for b in (8, 16))"
     assert predicted(MODEL + STEPS + source).peak.allocated
 

@@ -468,6 +468,9 @@ def _isolate(scratch: str, allow: Collection[str]) -> None:
     sys.addaudithook(refuse)
     multiprocessing.util.get_temp_dir = lambda: scratch  # for sockets, whose paths are not redirected
     os.environ.update(_ENVIRONMENT)
+    for name in ("joblib.parallel", "joblib._parallel_backends"):  # read the variable when imported
+        if name in sys.modules:
+            vars(sys.modules[name])["mp"] = None
     os.putenv("CUDA_VISIBLE_DEVICES", "")  # for the driver; the program sees what it was started with
     warnings.filterwarnings("ignore", "CUDA initialization")  # a real GPU is out of reach here
     warnings.filterwarnings("ignore", module=r"oomph\.prediction")  # torch's, at lines of ours
