@@ -78,13 +78,11 @@ def run_script(
         )
     uses = uses_of(fixes)
     check_for_scripts(uses)
-    change = ModelChange(uses, lambda text: print(f"oomph: {text}", file=sys.stderr))
+    unrecorded = "" if has_gpu else "; no memory is recorded, because there is no GPU"
+    change = ModelChange(uses, lambda text: print(f"oomph: {text}{unrecorded}", file=sys.stderr))
     set_allocator_for(uses)
     if has_gpu:
         record_history()
-    else:
-        why = f"no memory is recorded, because there is no GPU; `{predict}` needs none"
-        print(f"oomph: {name} runs, but {why}", file=sys.stderr)
     try:
         with on_each_optimizer(change) if uses else contextlib.nullcontext():
             run_as_main(options.script())
@@ -96,6 +94,8 @@ def run_script(
                 f"{raised_at(error) or name} uses CUDA, and there is no GPU here; "
                 f"`{predict}` predicts it without one"
             ) from error
+        if not has_gpu:
+            print(f"oomph: {name} failed, where there is no GPU; `{predict}` needs none", file=sys.stderr)
         sys.stderr.write(program_traceback(error))
         if has_gpu and isinstance(error, torch.OutOfMemoryError):
             with stdout_to_stderr():
