@@ -266,6 +266,11 @@ cases(
     ),
     (
         "x.py",
+        "x.py ended with status 2; arguments of a script come after --",
+        "import argparse\np = argparse.ArgumentParser()\np.add_argument('data')\np.parse_args()",
+    ),
+    (
+        "x.py",
         "x.py ended without a training step: it made an optimizer, but it ran no backward pass",
         "import torch\nmodel = torch.nn.Linear(4, 4).cuda()\ntorch.optim.SGD(model.parameters())",
     ),

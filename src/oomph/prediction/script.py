@@ -76,6 +76,8 @@ def run_script(
         if failed or not steps.trained:
             status = f"status {error.code or 0}" if not isinstance(error.code, str) else error.code
             early = "" if failed else ", before any training step"
+            if error.code == 2 and not script.arguments:  # of argparse
+                early = "; arguments of a script come after --, as `train.py -- --lr 1e-3`"
             message = f"{script.name} ended with {status}{early}"
             raise ProgramError(message, *user_line(error)) from error
     except KeyError as error:
