@@ -201,7 +201,7 @@ def test_loops_that_wait_for_a_value_are_cut_and_the_verdict_says_so(program):
 def test_rounds_of_a_loop_are_counted_in_each_call_of_its_function():
     def solve(x):
         for _ in range(60):
-            x = x.tanh()  # kept for the backward pass
+            x = x * 0.99
             if x.abs().max() < 1e-3:
                 break
         return x
@@ -211,23 +211,6 @@ def test_rounds_of_a_loop_are_counted_in_each_call_of_its_function():
         sum(solve(x).sum() for _ in range(2)).backward()
 
     assert oomph.predict(program).assumptions == ()
-
-
-@in_process
-def test_a_loop_whose_rounds_keep_no_memory_is_left_early():
-    def program():
-        w, rounds = torch.randn(64, 64, device="cuda", requires_grad=True), 0
-        u = torch.randn(64, device="cuda")
-        with torch.no_grad():
-            while rounds < 200:
-                last, u, rounds = u, torch.nn.functional.normalize(w @ u, dim=0), rounds + 1
-                if (u - last).norm() < 1e-3:
-                    break
-        assert rounds < 30
-        (w @ u).sum().backward()
-
-    (assumed,) = oomph.predict(program).assumptions
-    assert "loop" in assumed.text
 
 
 @in_process

@@ -20,7 +20,6 @@ from oomph.records import Note, Site
 
 _ROUNDS = {"fewest": 1, "typical": 4, "most": 12}  # of a loop that keeps memory and that a guess ends earlier
 _MOST_ASKED = 100  # times that a loop asks the same before it gets the other answer
-_MOST_ASKED_WITHOUT_MEMORY = 20  # where the last round kept none: further ones are like it
 _MOST_ASKED_BY_CALLS = 1000  # by `if condition: return` outside a loop, which every layer of a model may ask
 _MOST_HALVED = 40  # times that a number is halved that a loop waits for
 _MOST_ASKED_ANYWHERE = 10_000  # of a line that does not look like the end of a loop
@@ -78,8 +77,6 @@ class Loops:
             most = _MOST_ASKED_ANYWHERE
         elif not end.in_loop:
             most = _MOST_ASKED_BY_CALLS
-        elif not grew and isinstance(value, bool):
-            most = _MOST_ASKED_WITHOUT_MEMORY
         else:
             most = _ROUNDS["typical"] if self._sizes == "fewest" and grew else _MOST_ASKED
         if repeated > most:
