@@ -33,7 +33,7 @@ from oomph.prediction.isolation import (
     trace_lock,
     without_collection,
 )
-from oomph.prediction.replay import Replay, margin, replay
+from oomph.prediction.replay import Replay, is_convolution_workspace, margin, replay
 from oomph.prediction.script import Script, run_script
 from oomph.prediction.tracer.batch_sizes import BatchSizes, Sizes
 from oomph.prediction.tracer.dispatch import WrongDevice
@@ -291,9 +291,10 @@ def _prediction(
         off_by = max(residual, rising.highest_reserved - unlimited.highest_reserved)
     verdict, request = _verdict(refused_by, unlimited, limit, off_by, residual)
     step_seconds, work = step_work(tracer.work.kernels, card)
-    release_seconds = 0.0
+    release_seconds, smaller_workspaces = 0.0, False
     if verdict == "fits" and limit is not None and limit < unlimited.highest_reserved:
-        release_seconds = replay_needed(limit).released * RELEASE_SECONDS
+        limited = replay_needed(limit)
+        release_seconds, smaller_workspaces = limited.released * RELEASE_SECONDS, limited.smaller_workspaces
         step_seconds = None if step_seconds is None else step_seconds + release_seconds
     whole_steps = unlimited.steps[:-1] if tracer.stopped_within_step else unlimited.steps
     growth = _growth(whole_steps, unlimited, events, allocations)
@@ -316,7 +317,7 @@ def _prediction(
             *_notes_on_target(target),
             *notes,
             *settings_notes,
-            *_notes_on_prediction(card, named, growth, release_seconds, allocations),
+            *_notes_on_prediction(card, named, growth, release_seconds, smaller_workspaces, allocations),
         ),
         seconds=0.0,
         compile_seconds=tracer.compile_seconds,
@@ -605,6 +606,7 @@ def _notes_on_prediction(
     named: bool,
     growth: Growth | None,
     release_seconds: float,
+    smaller_workspaces: bool,
     allocations: Sequence[Allocation],
 ) -> Iterator[Note]:
     if not named or card.bandwidth is None:
@@ -613,7 +615,7 @@ def _notes_on_prediction(
             f"({format_bytes(card.context)}) are assumed to be those of an H200 (sm_90); "
             "a name of `oomph gpus` gives those of that card"
         )
-    if any(one.kind == "workspace" and one.op.startswith("aten.convolution") for one in allocations):
+    if any(map(is_convolution_workspace, allocations)):
         version = cudnn.version(card)
         if version is None:
             yield Note("convolution workspaces are estimated: cuDNN was not asked")
@@ -626,6 +628,11 @@ def _notes_on_prediction(
         yield Note(
             "torch.backends.cudnn.benchmark: at the first call of a convolution, cuDNN tries algorithms in "
             "memory that is free; the peak contains an estimate of it, the verdict does not"
+        )
+    if smaller_workspaces:
+        yield Note(
+            "the step fits because convolutions without memory for their workspace take another algorithm of "
+            "cuDNN, which needs less and may be slower"
         )
     if release_seconds:
         yield Note(

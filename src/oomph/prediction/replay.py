@@ -57,6 +57,7 @@ class Replay:
     highest_reserved: int  # of the whole run, set-up included: what it takes never to release a segment
     refused: int | None  # id of the Allocation that did not fit the limit
     released: int  # segments, or pages of expandable ones, in the last step, to stay within the limit
+    smaller_workspaces: bool  # of convolutions, to stay within the limit
     trace: tuple[TraceEntry, ...] = ()  # empty unless asked for
 
 
@@ -74,7 +75,9 @@ def replay(
 
     `allocations` is indexed by id. `record` keeps every act of the allocator in `Replay.trace`. `rising`
     places segments at rising addresses, see allocator.py; it changes nothing for expandable segments.
-    `search=False` leaves out what cuDNN's search for algorithms takes.
+    `search=False` leaves out what cuDNN's search for algorithms takes. A workspace of a convolution that does
+    not fit is left out: torch takes cuDNN's next algorithm then (ATen/native/cudnn/Conv_v8.cpp), down to
+    those that need little or none.
     Events that contradict themselves raise ValueError with the index of the first such event.
     """
     trace: list[TraceEntry] = []
@@ -93,6 +96,7 @@ def replay(
     states: list[tuple[int, int, int]] = []
     steps = _Steps(allocator)
     refused: int | None = None
+    smaller_workspaces = False
 
     for index, (action, id, label) in enumerate(events):
         if action == "alloc":
@@ -106,8 +110,10 @@ def replay(
                 if record and block.size:
                     trace.append(TraceEntry("alloc", block.address, block.size, id))
             except OutOfMemory:
-                refused = id
-                break
+                if not is_convolution_workspace(one):
+                    refused = id
+                    break
+                alive[id], smaller_workspaces = malloc(0, one.stream), True
         elif action == "free":
             if id not in alive:
                 raise ValueError(_complaint(index, action, id, known))
@@ -150,6 +156,7 @@ def replay(
         highest_reserved=max(map(itemgetter(2), states), default=0),
         refused=refused,
         released=steps.released,
+        smaller_workspaces=smaller_workspaces,
         trace=tuple(trace),
     )
 
@@ -205,6 +212,10 @@ class _Steps:
         )
 
 
+def is_convolution_workspace(one: Allocation) -> bool:
+    return one.kind == "workspace" and one.op.startswith("aten.convolution")
+
+
 def _complaint(index: int, action: str, id: int, known: int) -> str:
     if not 0 <= id < known:
         return f"event {index}: {action} of allocation {id}, but the ids go from 0 to {known - 1}"
@@ -248,7 +259,7 @@ def classes(
 ) -> Iterator[str]:
     """The classes of programs that the traced one belongs to. `sizes_assumed`: a size depends on values."""
     yield "plain"
-    if any(one.kind == "workspace" and one.op.startswith("aten.convolution") for one in allocations):
+    if any(map(is_convolution_workspace, allocations)):
         yield "convolutions"
     if any(one.stream for one in allocations):
         yield "several streams"
