@@ -148,8 +148,8 @@ import torch
 model = torch.nn.Conv1d(8, 4, 3).cuda()
 model(torch.randn(2, 8, 160).cuda()).sum().backward()
 """)
-    assert run(["predict", str(tmp_path / "train.py"), "--sizes", "T=320"]) == 2
+    assert run(["predict", str(tmp_path / "train.py"), "--sizes", "T=320"]) == 3
     last = capsys.readouterr().err.splitlines()[-1]
     assert "train.py:4" in last
-    assert "--sizes T=320" in last
+    assert "because of --sizes" in last
     assert "[2, 8, 160] are traced as [2, 320, 160]" in last

@@ -385,7 +385,6 @@ def test_an_unknown_mask_selects_some_elements_even_if_examples_of_its_values_ar
         if known:
             points = points + torch.full((64, 2), 3.0, device="cuda")
         inside = (points - 5 < 20).all(dim=-1) & (points[:, 0] > 10)
-        assert inside.sum() > 0
         assert len(points[inside]) > 0
         points.sum().backward()
 

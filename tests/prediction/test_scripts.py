@@ -1,5 +1,6 @@
 """Whole training scripts, run as they are until their steps repeat."""
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -534,7 +535,7 @@ def train(batch):
 
 @pytest.mark.parametrize("imported_before", [False, True])
 def test_joblib_trains_in_the_process(predicted, imported_before):
-    if imported_before:
+    if imported_before or importlib.util.find_spec("joblib") is None:
         pytest.importorskip("joblib")
     source = "import joblib\njoblib.Parallel(n_jobs=2)(joblib.delayed(train)(b) for b in (8, 16))"
     assert predicted(MODEL + STEPS + source).peak.allocated
@@ -587,13 +588,34 @@ while True:
 def test_the_profiler_records_no_events_of_a_gpu(predicted, capfd):
     source = """
 from torch.profiler import ProfilerActivity, profile
-with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+gpu_too = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+with profile(activities=gpu_too, acc_events=True) as profiler:
     train(8)
 assert "addmm" in profiler.key_averages().table(sort_by="cuda_time_total")
 optimizer.step()
 """
     assert predicted(MODEL + STEPS + source, steps=4).peak.allocated
     assert "Failed to record" not in capfd.readouterr().err
+
+
+def test_gradients_of_autograd_grad_train_a_model(predicted):
+    source = """
+optimizer = torch.optim.Adam(model.parameters())
+for _ in range(2):
+    loss = model(torch.randn(8, 256, device="cuda")).sum()
+    gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    for parameter, gradient in zip(model.parameters(), gradients):
+        parameter.grad = gradient.detach()
+    optimizer.step()
+"""
+    found = predicted(MODEL + source)
+    assert found.steps[1].allocated > 4 * 4 * (256 * 1024 * 2)
+    assert not any("inference" in note.text for note in found.assumptions)
+
+
+def test_a_script_that_infers_may_end_with_status_0(predicted):
+    found = predicted(MODEL + "model(torch.randn(8, 256, device='cuda'))\nsys.exit(0)\n")
+    assert any("no backward pass ran" in note.text for note in found.assumptions)
 
 
 def test_one_rank_of_torchrun(predicted):
@@ -627,7 +649,7 @@ while True:
     [
         ("import torch\n1 / 0\n", ProgramError, "ZeroDivisionError"),
         ("import sys\nsys.exit(4)\n", ProgramError, "ended with status 4"),
-        ("import sys, torch\ntorch.ones(3).cuda()\nsys.exit()\n", ProgramError, "before any training step"),
+        ("import sys, torch\ntorch.ones(3).cuda()\nsys.exit()\n", ProgramError, "without a training step"),
         ("import missing_package\n", ProgramError, "missing_package"),
         ("import torch\ntorch.ones(3).sum()\n", UserError, "nothing on the GPU"),
         ("import torch\ntorch.ones(3, device='cuda:1')\n", ProgramError, "one GPU is traced"),

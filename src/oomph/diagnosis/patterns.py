@@ -293,7 +293,7 @@ class PeakAnalysis:
 
     @cached_property
     def trains(self) -> bool:
-        return any(event.label == "backward" for event in self.prediction.events)
+        return any(one.stage == "backward" for one in self.prediction.allocations)
 
     # -- lifetimes ------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 import torch
 
 from oomph import gpus
-from oomph.errors import ArgumentError, ExitStatus, OomphError, ProgramError, UserError
+from oomph.errors import ArgumentError, OomphError, ProgramError, UserError
 from oomph.gpus import GPU
 from oomph.prediction import program
 from oomph.prediction.allocator import AllocatorSettings, allocator_settings
@@ -161,6 +161,7 @@ def predict_isolated(
     began = time.perf_counter()
     assumed = Assumptions()
     failed: dict[ConditionKey, OomphError] = {}
+    as_guessed: OomphError | None = None  # before masks selected what the failure states
     while True:
         try:
             with assuming(assumed):
@@ -170,9 +171,10 @@ def predict_isolated(
             if isinstance(error, ProgramError) and error.share and len(assumed.shares) < _MOST_CONDITIONS:
                 file, line, share = error.share
                 if (file, line) not in assumed.shares:
+                    as_guessed = as_guessed or error
                     assumed = replace(assumed, shares={**assumed.shares, (file, line): share})
                     continue
-            first = next(iter(failed.values()), error)
+            first = as_guessed or next(iter(failed.values()), error)
             last = error.last_condition if isinstance(error, ProgramError) else None
             if last is None or last in failed or len(failed) == _MOST_CONDITIONS:
                 if first is error:
@@ -372,12 +374,10 @@ def _assumptions(tracer: Tracer) -> Iterator[Note]:
         )
     yield from tracer.estimates.loops_cut
     conditions, missing = tracer.estimates.conditions, ""
-    if not any(event.label == "backward" for event in tracer.recorder.events):
+    if not tracer.ran_backward:
         missing = "no backward pass ran"
         if not conditions:
-            yield Note(
-                f"inference, because {missing}: this is the memory of what it did, not of a training step"
-            )
+            yield Note(f"{missing}: this is the memory of inference, not of a training step")
     elif tracer.optimizers and not tracer.optimizer_steps:
         missing = "no optimizer stepped"
     for site, answer in list(conditions)[:_CONDITIONS_SHOWN] if missing else ():
@@ -554,9 +554,9 @@ def _program_error(error: BaseException, tracer: Tracer) -> ProgramError:
     found, estimates = ProgramError.of(error), tracer.estimates
     if tracer.batch_sizes is not None and tracer.batch_sizes.resized:
         found.args = (tracer.batch_sizes.blamed(found.args[0]),)
-        found.exit_status = ExitStatus.USER_ERROR
     found.last_condition = estimates.last_condition
-    found.share = estimates.share_stated(str(found))
+    if isinstance(error, (RuntimeError, IndexError)):
+        found.share = estimates.share_stated(str(error))
     found.assumed = tuple(
         f"{site.file}:{site.line}: a condition on values is taken as {str(answer).lower()}"
         for site, answer in list(estimates.conditions)[-_CONDITIONS_SHOWN:]

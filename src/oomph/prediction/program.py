@@ -346,8 +346,7 @@ class _OwnLoop:
 
 def _check_own_training(result: Any, name: str, tracer: Tracer) -> None:
     """The function was all there is: was it a training step?"""
-    trained = any(event.label == "backward" for event in tracer.recorder.events)
-    if not trained and not tracer.optimizer_steps:
+    if not tracer.ran_backward and not tracer.optimizer_steps:
         check_result(result, name)
     if tracer.optimizer_steps == 1:
         tracer.recorder.note(

@@ -72,14 +72,11 @@ def run_script(
         with tracer.in_phase("forward"):
             run_as_main(script)
     except SystemExit as error:
-        failed = error.code not in (None, 0)
-        if failed or not steps.trained:
-            status = f"status {error.code or 0}" if not isinstance(error.code, str) else error.code
-            early = "" if failed else ", before any training step"
-            if error.code == 2 and not script.arguments:  # of argparse
-                early = "; arguments of a script come after --, as `train.py -- --lr 1e-3`"
-            message = f"{script.name} ended with {status}{early}"
-            raise ProgramError(message, *user_line(error)) from error
+        if error.code not in (None, 0):
+            status = error.code if isinstance(error.code, str) else f"status {error.code}"
+            if error.code == 2 and not script.arguments and not tracer.recorder.allocations:  # of argparse
+                status += "; arguments of a script come after --, as `train.py -- --lr 1e-3`"
+            raise ProgramError(f"{script.name} ended with {status}", *user_line(error)) from error
     except KeyError as error:
         if script.torchrun or error.args[0] not in _OF_TORCHRUN:
             raise
@@ -303,8 +300,8 @@ class _ScriptSteps:
         name, steps = self._script.name, self.trained
         self._tracer.work.keep_step()
         self._check_gpu()
-        trained = any(event.label == "backward" for event in self._tracer.recorder.events)
-        if not trained and (self._tracer.optimizers or not self._tracer.modules.completed):
+        trained = self._tracer.ran_backward
+        if not trained and not steps and (self._tracer.optimizers or not self._tracer.modules.completed):
             made = "it made an optimizer, but " if self._tracer.optimizers else ""
             raise ProgramError(f"{name} ended without a training step: {made}it ran no backward pass")
         if trained and not steps:

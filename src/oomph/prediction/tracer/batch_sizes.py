@@ -56,11 +56,10 @@ class BatchSizes:
 
     def blamed(self, message: str) -> str:
         """The message of a failure that may follow from the sizes."""
-        asked = ",".join(f"{name}={size}" for name, size in self.wanted.items())
-        return (
-            f"{message.partition(chr(10))[0]} (with --sizes {asked}, batches of {', '.join(self.resized)}; "
-            "if another dimension is meant, give its size instead of a name, as --sizes 16000=32000)"
-        )
+        named = any(name.isalpha() for name in self.wanted)
+        hint = "; if another dimension is meant, give its size, as --sizes 16000=32000" if named else ""
+        first, changes = message.partition("\n")[0], ", ".join(self.resized)
+        return f"{first} (because of --sizes, batches of {changes}{hint})"
 
     def look_through(self, data: Any) -> None:
         """For "longest": the longest sample of a map-style data set of tensors or lists of numbers."""

@@ -507,7 +507,7 @@ def _follow_backward(patches: Patches, tracer: Tracer, repeated: RepeatedCalls) 
             in_thread = create and internals.current_functorch_transform() is None
             result = device_thread.submit(call).result() if in_thread else call()
             repeated.after_backward(kernels)
-        tracer.gradients_are_new = True
+        tracer.gradients_are_new = tracer.ran_backward = True
         return result
 
     tracer.boundary.engine.update({run_backward.__code__, run_engine.__code__})

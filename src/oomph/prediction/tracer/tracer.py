@@ -399,6 +399,7 @@ class Tracer:
         self.on_optimizer_step: Callable[[torch.optim.Optimizer], None] | None = None
         self.on_parameter_update: Callable[[], None] | None = None  # by the program itself
         self.gradients_are_new = False  # a backward pass has run since parameters were last updated
+        self.ran_backward = False
         self._written: set[int] = (
             set()
         )  # parameters since that update: one that sets first values writes each once
