@@ -553,7 +553,7 @@ def _program_error(error: BaseException, tracer: Tracer) -> ProgramError:
     """The program's own failure, with the guesses that it branched on before."""
     found, estimates = ProgramError.of(error), tracer.estimates
     if tracer.batch_sizes is not None and tracer.batch_sizes.resized:
-        found.args = (tracer.batch_sizes.blamed(found.args[0]),)
+        found.args = (tracer.batch_sizes.explain_failure(found.args[0]),)
     found.last_condition = estimates.last_condition
     if isinstance(error, (RuntimeError, IndexError)):
         found.share = estimates.share_stated(str(error))

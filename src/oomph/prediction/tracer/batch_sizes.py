@@ -54,7 +54,7 @@ class BatchSizes:
             self._note(f"--sizes: batches of {change}")
         return out
 
-    def blamed(self, message: str) -> str:
+    def explain_failure(self, message: str) -> str:
         """The message of a failure that may follow from the sizes."""
         named = any(name.isalpha() for name in self.wanted)
         hint = "; if another dimension is meant, give its size, as --sizes 16000=32000" if named else ""
@@ -87,13 +87,12 @@ class BatchSizes:
         missing = [name for name in self.wanted or ("T",) if name not in self._applied]
         if not missing or (self._asked == "longest" and self._applied):
             return
-        what = ", ".join(named_shapes(moved)[:4]) or "nothing: it makes its batch there"
+        what = ", ".join(named_shapes(moved)[:4])
+        hint = "; a dimension without a name is given by its size, as 64=128" if what else ""
+        what = what or "nothing: it makes its batch there"
         asked = "longest" if self._asked == "longest" else f"{missing[0]}={self.wanted[missing[0]]}"
         why = "no data set of tensors or lists was found" if asked == "longest" else "no such dimension"
-        raise UserError(
-            f"--sizes {asked}: {why} in what the program moves to the GPU ({what}); a dimension without a "
-            "name is given by its size, as 64=128"
-        )
+        raise UserError(f"--sizes {asked}: {why} in what the program moves to the GPU ({what}){hint}")
 
 
 def _sizes_of_sample(sample: Any) -> list[tuple[str, int]]:

@@ -400,9 +400,8 @@ class Tracer:
         self.on_parameter_update: Callable[[], None] | None = None  # by the program itself
         self.gradients_are_new = False  # a backward pass has run since parameters were last updated
         self.ran_backward = False
-        self._written: set[int] = (
-            set()
-        )  # parameters since that update: one that sets first values writes each once
+        # Ids of the parameters written since that update: code that sets first values writes each once.
+        self._written: set[int] = set()
         self.modules = ModuleStack(self.recorder.mark)
         self.phase: Phase = "setup"
         self.step = 0
