@@ -111,6 +111,12 @@ WAYS = {
     "nll": lambda z, y: F.nll_loss(F.log_softmax(z, dim=-1).view(-1, CLASSES), y.view(-1)),
     "nll of torch's": lambda z, y: F.nll_loss(torch.log_softmax(z.view(-1, CLASSES), 1), y.view(-1)),
     "nll of classes second": lambda z, y: nn.NLLLoss()(z.transpose(1, 2).log_softmax(1), y),
+    "gather": lambda z, y: -z.log_softmax(-1).gather(-1, y.clamp(min=0).unsqueeze(-1)).mean(),
+    "gather of torch's": lambda z, y: (
+        torch.gather(z[:, :-1].log_softmax(-1), dim=2, index=y[:, 1:, None].clamp(min=0)).squeeze(2)
+        * torch.arange(18).view(3, 6)
+    ).sum(),
+    "gather of classes second": lambda z, y: z.mT.log_softmax(1).gather(1, y.clamp(min=0)[:, None]).sum(),
 }
 
 
@@ -119,7 +125,11 @@ READING = {
     "class probabilities": lambda z, y: F.cross_entropy(
         z.view(-1, CLASSES), torch.softmax(z.detach(), -1)[:].view(-1, CLASSES)
     ),
-    "gather": lambda z, y: -z.log_softmax(-1).gather(-1, y.clamp(min=0).unsqueeze(-1)).mean(),
+    "two classes of each": lambda z, y: (
+        -z.log_softmax(-1).gather(-1, torch.arange(42).view(3, 7, 2) % CLASSES).mean()
+    ),
+    "classes of some": lambda z, y: -z.log_softmax(-1).gather(-1, torch.arange(6).view(3, 2, 1)).mean(),
+    "gather without softmax": lambda z, y: z.gather(-1, y.clamp(min=0).unsqueeze(-1)).mean(),
     "part of the classes": lambda z, y: F.cross_entropy(z[..., :20].flatten(0, 1), y.flatten() % 20),
     "with z-loss": lambda z, y: F.cross_entropy(z.mT, y) + z.logsumexp(-1).square().mean(),
     "in-place": lambda z, y: F.cross_entropy(z.mul_(2).mT, y),

@@ -1,7 +1,8 @@
 """The linear head and its cross-entropy as one op: the logits are computed only if something reads them.
 
 The head returns a LazyTensor. `Logits` follows what training code does with logits on the way to the loss
-(views, slices, casts, scaling, soft caps, log-softmax), and F.cross_entropy becomes linear_cross_entropy.
+(views, slices, casts, scaling, soft caps, log-softmax). F.cross_entropy, F.nll_loss and the log-probabilities
+that gather takes become linear_cross_entropy.
 Whatever is done to the leading dimensions of the logits is done to the hidden state instead.
 """
 
@@ -196,6 +197,10 @@ class Logits(Expression):
             self.check_unchanged()
             loss = _loss(self, *rest, **options) if self.normalized == (name == "nll_loss") else None
             return NotImplemented if loss is None else loss
+        if name == "gather" and self.normalized:
+            self.check_unchanged()
+            found = _gathered(self, *rest, **options)
+            return NotImplemented if found is None else found
         name = "mT" if func == Tensor.mT.__get__ else name  # type: ignore[attr-defined]
         if name not in _STEPS and name not in _RESHAPES and name not in _PERMUTATIONS:
             return NotImplemented
@@ -389,6 +394,19 @@ def _loss(
             # torch's mean over no targets is NaN, and its gradient 0.
             loss = torch.where((target != ignore_index).any(), loss, torch.nan)
         return loss.to(_loss_dtype(logits))
+
+
+def _gathered(
+    logits: Logits, dim: Any = None, index: Any = None, *, sparse_grad: bool = False
+) -> Tensor | None:
+    """`log_softmax(...).gather(...)` with one class of each token: its negative cross-entropy."""
+    n, classes = len(logits.shape), logits.classes_dim
+    if type(dim) is not int or not -n <= dim < n or dim % n != classes or sparse_grad:
+        return None
+    if not isinstance(index, Tensor) or index.dim() != n or index.shape[classes] != 1:
+        return None
+    loss = _loss(logits, index.squeeze(classes), reduction="none")
+    return None if loss is None else -loss.unsqueeze(classes)
 
 
 def _head_autocast(logits: Logits) -> Any:
