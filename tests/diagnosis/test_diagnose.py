@@ -360,6 +360,29 @@ def test_a_peak_in_evaluation_is_named_and_has_the_sizes_of_its_batch():
 
 
 @in_process
+def test_activations_of_an_evaluation_are_not_said_to_be_saved_for_backward():
+    def training():
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+
+        def step():
+            model(torch.randn(16, 256, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model.eval()
+            with torch.no_grad():
+                model(torch.randn(65536, 256, device="cuda"))
+            model.train()
+
+        return step
+
+    cause, *others = oomph.diagnose(training).findings
+    assert (cause.pattern, cause.fixes) == ("evaluation", ())
+    assert "smaller batch" in cause.advice
+    assert "activations across layers" not in {one.pattern for one in others}
+
+
+@in_process
 def test_weights_that_autocast_keeps_cast_are_no_second_copy_of_them():
     def training():
         generator, critic = (nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)).cuda() for _ in "gc")

@@ -578,6 +578,10 @@ def _is_of_layer(facts: PeakAnalysis, one: Allocation) -> bool:
     return facts.trains and bool(one.module) and one.during in _FORWARD
 
 
+def _is_of_evaluation(facts: PeakAnalysis, one: Allocation) -> bool:
+    return one.during == "evaluation" and one.kind in _KEPT
+
+
 def _is_unused_graph(facts: PeakAnalysis, one: Allocation) -> bool:
     kept = one.differentiable or facts.is_kept(one)
     return facts.is_evaluated and one.kind == "activation" and kept
@@ -624,6 +628,8 @@ _ADVICE = {
     "workspace": "memory that cuBLAS, cuDNN and kernels work in",
     "casts of the weights": "autocast keeps a cast of every weight for the forward pass",
     "fp32 upcasts": "half-precision activations are kept in float32, too: cast inside the op, or not at all",
+    "evaluation": "without gradients, only the layer that runs keeps activations: use a smaller batch in the "
+    "evaluation",
     "activations across layers": "every layer saves activations for backward: checkpoint or offload them, or "
     "use smaller batches",
     "other activations": "temporaries of forward and backward",
@@ -672,6 +678,7 @@ PATTERNS: tuple[Pattern, ...] = (
     _pattern("workspace", _kind("workspace"), 0.1),
     _pattern("casts of the weights", _is_weight_cast, 0.3, "bf16_parameters"),
     _pattern("fp32 upcasts", _is_upcast, 0.6, "bf16_parameters activation_checkpointing"),
+    _pattern("evaluation", _is_of_evaluation, 0.4),
     _pattern(
         "activations across layers",
         _is_of_layer,
