@@ -118,6 +118,8 @@ def run_fit(given: FitOptions) -> ExitStatus:
         for card in sorted(gpus.catalogue(), key=lambda card: card.memory)
         if options.gpus
     ]
+    if options.html is not None:
+        _write_page(options.html, options, plan)
     if options.json:
         found = plan_to_json(plan)
         if largest:
@@ -132,8 +134,6 @@ def run_fit(given: FitOptions) -> ExitStatus:
     else:
         write_stdout(plan_text(plan, report_console(), options.typed, options.plan, largest, cards))
         write_stdout(ranks_text(trials, plan.gpu_title))
-    if options.html is not None:
-        _write_page(options.html, options, plan)
     return ExitStatus.FITS if plan.fits else ExitStatus.DOES_NOT_FIT
 
 

@@ -261,7 +261,8 @@ def plan_text(
             )
         elif not plan.fits:
             known = "known to be " if _is_too_close(plan) else ""
-            console.print(f"No fix is {known}enough: use a smaller batch, shorter input or a larger card.")
+            batch = "batch in evaluation" if plan.after.peak.stage == "evaluation" else "batch"
+            console.print(f"No fix is {known}enough: use a smaller {batch}, shorter input or a larger card.")
         sets_allocator = any(use.fix == "allocator" for use in plan.fixes)
         if not plan.fits and plan.after.peak.allocated <= plan.limit and not sets_allocator:
             console.print(
@@ -272,6 +273,8 @@ def plan_text(
             console.print("Not tried: torch.compile, which is slow to predict (--allow compile).")
         if plan.fixes and plan.fits:
             _print_commands(console, plan, target, file)
+        elif plan.fixes and file is not None:
+            console.print(Text(f"{file} has these fixes, with which it does not fit."))
         most = _ALTERNATIVE * plan.after.peak.device
         smaller = [one for one in plan.front if one.fits and one.fixes and one.peak.device < most]
         if smaller:
