@@ -4,6 +4,7 @@ import errno
 import os
 import sysconfig
 import traceback
+import warnings
 from enum import IntEnum
 from fractions import Fraction
 from importlib import import_module
@@ -181,8 +182,17 @@ def safe_text(value: object) -> str:
         return f"(its text cannot be shown: {type(value).__name__}.__str__ fails)"
 
 
+class DeprecatedName(FutureWarning):
+    """An old name was used that is still accepted. The command line prints the message as one line."""
+
+
 class FixWarning(UserWarning):
     """A fix leaves a part of the program as it is. The command line prints the message as one line."""
+
+
+def warn_deprecated(old: str, new: str) -> None:
+    """`old` is still accepted; `new` replaces it. Both as the user writes them, e.g. "form: sick"."""
+    warnings.warn(f"{old} is deprecated; use {new}", DeprecatedName, stacklevel=3)
 
 
 def need(module: str, purpose: str) -> Any:

@@ -362,6 +362,7 @@ cases(
 cases(
     "predict p.py:ok --fix",
     ("FSDP", "there is no fix 'FSDP'; here that is 'fsdp2'"),
+    ("cheaper_mixing", "set the key of the config instead, e.g. model.query_mixing=cross"),
     ("x.json", "is not JSON", "micro_batches"),
     ("fused_attention", "fix 'fused_attention': the model has no code of its own"),
     ("nothing.json", "file 'nothing.json' cannot be read: No such file"),

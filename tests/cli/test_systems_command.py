@@ -86,6 +86,15 @@ def test_the_configs_and_keys_of_every_story_and_command_are_valid(system):
             load(ROOT / configs[0], overrides_from_words(keys))
 
 
+def test_cases_is_the_old_name_with_its_keys_and_one_deprecation_line(capsys):
+    assert run(["cases", "--json"]) == 0
+    old = capsys.readouterr()
+    assert set(json.loads(old.out)["cases"][0]) == {"name", "report", "title", "sick", "healthy"}
+    assert old.err == "oomph: oomph cases is deprecated; use oomph systems\n"
+    assert run(["cases", "npt", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["case"]["name"] == "npt"
+
+
 # ------------------------------------------------------------------------------------------- launch scripts
 
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from oomph.errors import DeprecatedName
 from oomph.training.config import ConfigError, Stage, load, load_dict, overrides_from_words
 
 
@@ -104,6 +105,13 @@ def test_fixes_of_the_file_are_for_its_own_form():
     assert [use.fix for use in config(["form=naive"], **mapping).fixes] == ["activation_checkpointing"]
     assert [use.fix for use in config(form="naive", **mapping).fixes] == both
     assert config(["form=naive", "fixes=no_foreach"], **mapping).fixes[0].fix == "no_foreach"
+
+
+def test_old_words_for_forms_and_fixes_still_work():
+    with pytest.warns(DeprecatedName, match="form: sick is deprecated; use form: naive"):
+        assert config(form="sick").form == "naive"
+    with pytest.warns(DeprecatedName, match="recompute"):
+        assert [use.fix for use in config(["fixes=recompute"]).fixes] == ["activation_checkpointing"]
 
 
 def test_the_model_is_made_for_the_length_of_the_data_unless_it_says_otherwise():

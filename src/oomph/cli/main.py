@@ -25,9 +25,10 @@ from oomph.cli.gpus import run_gpus
 from oomph.cli.measure import MeasureOptions, run_measure
 from oomph.cli.predict import DiagnoseOptions, PredictOptions, run_diagnose, run_predict
 from oomph.cli.run import run_script
-from oomph.cli.systems import run_systems
+from oomph.cli.systems import run_cases, run_systems
 from oomph.cli.train import run_train
 from oomph.errors import (
+    DeprecatedName,
     ExitStatus,
     FixWarning,
     OomphError,
@@ -87,6 +88,7 @@ app.command("run", context_settings={"allow_interspersed_args": False, **TAKES_K
 app.command("verify")(run_verify)
 app.command("train", context_settings={"allow_extra_args": True, **TAKES_KEYS})(run_train)
 app.command("systems")(run_systems)
+app.command("cases", hidden=True)(run_cases)
 app.command("gpus")(run_gpus)
 
 
@@ -152,10 +154,11 @@ def run(arguments: Sequence[str]) -> int:
 def _warnings_on_stderr() -> Iterator[None]:
     """Print our warnings as one line, without the place in our code that raised them."""
     with warnings.catch_warnings():
+        warnings.simplefilter("default", DeprecatedName)
         shown = warnings.showwarning
 
         def show(message: Warning | str, category: type[Warning], *where: Any) -> None:
-            if issubclass(category, FixWarning):
+            if issubclass(category, DeprecatedName | FixWarning):
                 print(f"oomph: {message}", file=sys.stderr)
             else:
                 shown(message, category, *where)

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from oomph.cli.common import Json, progress_display, stdout_to_stderr, write_stdout
-from oomph.errors import ExitStatus, OomphError, ProgramError
+from oomph.errors import ExitStatus, OomphError, ProgramError, warn_deprecated
 from oomph.records import Prediction, Progress, Site
 from oomph.report.systems import ClaimLine, FormLine, ReportLines, SystemLines, report_text, systems_text
 from oomph.report.terminal import report_console, short_path
@@ -23,24 +23,37 @@ from oomph.units import format_bytes
 if TYPE_CHECKING:
     from oomph.workload import Workload
 
+# The keys of `oomph cases --json`, which this command replaces.
+_OLD_KEYS = {"systems": "cases", "system": "case", "naive": "sick", "model": "healthy"}
 _CONFIGS = Path(__file__).resolve().parents[3] / "configs"  # of the repository
 
 
+Name = Annotated[
+    str | None,
+    typer.Argument(metavar="[NAME]", help="A system, or the number of its report; default: list all."),
+]
+
+
+def run_cases(name: Name = None, as_json: Json = False) -> int:
+    """Deprecated: `oomph systems`."""
+    warn_deprecated("oomph cases", "oomph systems")
+    return _show(name, as_json, old_keys=True, claims_only=True)
+
+
 def run_systems(
-    name: Annotated[
-        str | None,
-        typer.Argument(metavar="[NAME]", help="A system, or the number of its report; default: list all."),
-    ] = None,
-    claims_only: Annotated[
-        bool, typer.Option("--claims", help="Print only the claims; predict nothing.")
-    ] = False,
+    name: Name = None,
+    claims: Annotated[bool, typer.Option("--claims", help="Print only the claims; predict nothing.")] = False,
     as_json: Json = False,
 ) -> int:
     """List the reference systems. For one: predict its report's failure and fixes, and check its claims."""
+    return _show(name, as_json, claims_only=claims)
+
+
+def _show(name: str | None, as_json: bool, old_keys: bool = False, claims_only: bool = False) -> ExitStatus:
     if name is None:
         rows = [_lines(system) for system in SYSTEMS.values()]
         if as_json:
-            _write_json(systems=[row._asdict() for row in rows])
+            _write_json({"systems": [row._asdict() for row in rows]}, old_keys)
         else:
             write_stdout(systems_text(rows, report_console()))
         return ExitStatus.FITS
@@ -52,13 +65,11 @@ def run_systems(
             forms = [] if claims_only else predicted_forms(system, report)
     lines = ReportLines(story.failed, tuple(story.commands.items()), tuple(forms))
     if as_json:
-        _write_json(
-            system=_lines(system)._asdict(),
-            claims=[claim._asdict() for claim in claims],
-            failed=story.failed,
-            commands=dict(story.commands),
-            forms=[form._asdict() for form in forms],
-        )
+        found = {"system": _lines(system)._asdict(), "claims": [claim._asdict() for claim in claims]}
+        if not old_keys:
+            found |= {"failed": story.failed, "commands": dict(story.commands)}
+            found |= {"forms": [form._asdict() for form in forms]}
+        _write_json(found, old_keys)
     else:
         write_stdout(report_text(_lines(system), lines, claims, report_console()))
     return ExitStatus.FITS
@@ -117,5 +128,13 @@ def _lines(system: System) -> SystemLines:
     return SystemLines(system.name, system.report, system.title, system.naive, system.model)
 
 
-def _write_json(**content: Any) -> None:
+def _write_json(content: dict[str, Any], old_keys: bool) -> None:
+    if old_keys:
+        content = _renamed(content)
     write_stdout(json.dumps({"schema": 1, **content}) + "\n")
+
+
+def _renamed(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {_OLD_KEYS.get(key, key): _renamed(value) for key, value in content.items()}
+    return [_renamed(each) for each in content] if isinstance(content, list) else content

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from oomph.errors import UserError
+from oomph.errors import UserError, warn_deprecated
 from oomph.fixes.journal import Journal
-from oomph.fixes.names import APPLICATION_ORDER, check_name
+from oomph.fixes.names import APPLICATION_ORDER, OLD_NAMES, check_name
 from oomph.prediction import fake_model
 from oomph.records import FixKind, FixUse, Prediction, Proposal
 from oomph.units import parse_bytes
@@ -206,14 +206,18 @@ def _by_name() -> dict[str, tuple[int, Fix]]:
 
 
 def find(name: str) -> Fix:
-    """The fix of that name. Another library's name gets a hint."""
-    check_name(name)
+    """The fix of that name. An old name works and warns; another library's name gets a hint."""
+    if name in OLD_NAMES:
+        warn_deprecated(f"fix {name!r}", repr(OLD_NAMES[name]))
+        name = OLD_NAMES[name]
+    if name not in _by_name():
+        check_name(name)
     return _by_name()[name][1]
 
 
 def position(name: str) -> int:
     """The fix's place in the order of application."""
-    return _by_name()[name][0]
+    return _by_name()[find(name).name][0]
 
 
 def same_use(one: FixUse, other: FixUse) -> bool:
@@ -284,13 +288,14 @@ def _use_of(one: Any) -> FixUse:
         use = FixUse(one["fix"], dict(options), str(one.get("model_id", "")))
     else:
         raise UserError(f"a fix is given as {one!r}; {VALID_FIX}, or {{'fix': name, 'options': {{...}}}}")
-    find(use.fix).check_options(use.options)
-    return use
+    fix = find(use.fix)
+    fix.check_options(use.options)
+    return use if use.fix == fix.name else FixUse(fix.name, use.options, use.model_id)
 
 
 def _parse(text: str) -> FixUse:
     name, _, rest = text.partition(":")
-    find(name.strip())
+    name = find(name.strip()).name
     options: dict[str, Any] = {}
     for pair in _split_at_commas(rest):
         key, equals, value = pair.partition("=")
@@ -302,7 +307,7 @@ def _parse(text: str) -> FixUse:
             word = value.strip()  # without quotes, as those in a list
             is_list = word.startswith("[") and word.endswith("]")
             options[key.strip()] = [one.strip() for one in word[1:-1].split(",")] if is_list else word
-    return FixUse(name.strip(), options)
+    return FixUse(name, options)
 
 
 def _split_at_commas(text: str) -> list[str]:

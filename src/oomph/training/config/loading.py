@@ -14,7 +14,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from oomph.errors import UserError
+from oomph.errors import UserError, warn_deprecated
 from oomph.records import FixUse
 from oomph.systems import SYSTEMS, System
 from oomph.training.config.sections import (
@@ -60,6 +60,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "vocab_size": ("model.vocab_size", "data.vocab_size"),
 }
 _TOP = ("system", "form", "fixes")
+_OLD_FORMS = {"sick": "naive", "healthy": "model"}
 # An override of one of a pair replaces the file's other.
 _EITHER = (("data.batch_size", "data.batch_tokens"), ("training.steps", "training.epochs"))
 _TEXT_KEYS = ("tokenizer", "vocab_size", "seq_len", "batch_tokens", "curriculum")
@@ -243,7 +244,10 @@ class ConfigKeys:
 
 
 def _converted(target: str, value: Any) -> Any:
-    """The report's sparse attention is on or off."""
+    """Older words, and the report's sparse attention, which is on or off."""
+    if target == "form" and isinstance(value, str) and value in _OLD_FORMS:
+        warn_deprecated(f"form: {value}", f"form: {_OLD_FORMS[value]}")
+        return _OLD_FORMS[value]
     if target == "model.sparse" and isinstance(value, bool):
         return "local" if value else None
     return value
