@@ -350,8 +350,10 @@ def test_a_sum_inside_of_a_gradients_formula_is_a_new_tensor():
         (2_026, F.logsigmoid, (360, 360), f32),
         (183_790, F.pdist, (360, 360), f32),
         (70_560, lambda x: torch.linalg.lu_factor_ex(x)[0], (358, 360), f32),
+        (1_017, torch.trace, (360, 360), f32),
+        (2_404, torch.max, (56, 56, 56), f32),
     ],
-    ids=["group norm", "strided batch norm", "BCE with logits", "soft margin", "log sigmoid", "pdist", "LU"],
+    ids="group_norm strided_batch_norm BCE_with_logits soft_margin log_sigmoid pdist LU trace max".split(),
 )
 def test_single_ops_and_their_gradients_hold_what_was_measured(measured, function, shape, dtype):
     def target():

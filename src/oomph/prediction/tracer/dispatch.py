@@ -312,7 +312,7 @@ class DispatchMode(TorchDispatchMode):
             takes_masks=func in _TAKES_MASKS or func is aten.masked_select.default,
             checks_dtypes=func in DTYPE_CHECKS,
             cuda_kernel=CUDA_KERNELS.get(func),
-            may_reuse_gradient=func is aten.add.Tensor or func in _GRADIENT_SCATTERS,
+            may_reuse_gradient=func in _MAY_REUSE,
             host_outputs=HOST_OUTPUTS.get(func),
             allocation_order=ALLOCATION_ORDER.get(func),
             has_temporaries=temporaries_rule(func) is not None,
@@ -768,8 +768,16 @@ def _bytes_of(tensor: torch.Tensor) -> int:
 # The formulas of gather, index, max and their like scatter a gradient into fresh zeros.
 _GRADIENT_SCATTERS = aten_ops("""
     scatter.src scatter.value scatter_add.default index_put.default index_add.default
-    masked_scatter.default
+    masked_scatter.default index_fill.int_Tensor
 """)
+# Ops of other formulas that write into what their node has just made, except for tensor subclasses
+# (FunctionsManual.cpp).
+_MASKS_COMBINED = aten_ops("logical_and.default logical_or.default")
+_WRITTEN_IN_PLACE: dict[str, set[OpOverload]] = {
+    **dict.fromkeys(("MaxBackward1", "MinBackward1", "MedianBackward0", "ClampBackward0"), _MASKS_COMBINED),
+    "BinaryCrossEntropyBackward0": aten_ops("mul.Tensor"),
+}
+_MAY_REUSE = {aten.add.Tensor, *_GRADIENT_SCATTERS}.union(*_WRITTEN_IN_PLACE.values())
 _HALF = (torch.float16, torch.bfloat16)
 _HALF_ON_CUDA_ONLY = aten_ops("""
     multi_margin_loss.default multi_margin_loss_backward.default
@@ -795,7 +803,11 @@ class GradientReuse:
         if func in _GRADIENT_SCATTERS:
             allocation = self._tracer.recorder.allocation_of(args[0])
             return allocation is not None and allocation.op in _ZEROS
-        return func is aten.add.Tensor and self._is_sum_of_gradients(*args[:2])
+        if func is aten.add.Tensor:
+            return self._is_sum_of_gradients(*args[:2])
+        node = current_autograd_node()
+        in_place = () if node is None else _WRITTEN_IN_PLACE.get(node.name(), ())
+        return func in in_place and self._tracer.made_by_running_node(args[0])
 
     def _is_sum_of_gradients(self, first: Any, second: Any) -> bool:
         """A tensor used twice gets two gradients; the second is added to the first if autograd owns it.
