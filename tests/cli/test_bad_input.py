@@ -1,4 +1,4 @@
-"""300 mistakes: for each, a command line, the exit status and a part of the one line that the user gets.
+"""Mistakes: for each, a command line, the exit status and a part of the one line that the user gets.
 
 All run in this process and in one folder, which has what FILES names and a finished run of small.yaml.
 """
@@ -62,16 +62,12 @@ cases(
     ),
     ("--verison", "No such option: --verison"),
     ("predict", "predict needs a TARGET, or -m MODULE"),
-    ("fit --gpu 8GiB", "fit needs a TARGET, or -m MODULE"),
     ("fit -m nopkg.train --gpu 8GiB", "module 'nopkg.train' was not found"),
     ("fit p.py:ok --gpu 8GiB --torchrun", "--steps and --torchrun are for scripts"),
-    ("fit p.py --gpu 8GiB --steps 0", "--steps 0 is not valid; give a positive number"),
     ("run --fix activation_checkpointing", "run needs a SCRIPT, or -m MODULE"),
-    ("run --fix activation_checkpointing -m nopkg.train", "module 'nopkg.train' was not found"),
     ("verify", "Missing argument 'TARGET'"),
     ("train", "Missing argument 'CONFIG'"),
     ("gpus h100", "unexpected extra argument(s) (h100)"),
-    ("gpus --jsn", "No such option: --jsn"),
     ("predict p.py:ok --gpu", "Option '--gpu' requires an argument"),
     ("predict p.py:ok --html no/f.html", "--html 'no/f.html': the directory 'no' does not exist"),
     ("predict p.py:ok --json=yes", "Option '--json' does not take a value"),
@@ -83,54 +79,31 @@ cases(
     ("predict p.py --sizes Q=3", "give whole numbers for B, T, H, W"),
     ("predict p.py --stpes 4 -- --lr 3", "No such option: --stpes; the nearest is --steps"),
     ("fit p.py --gpu 8GiB --out f.json -- --lr 3", "No such option: --out. Options of the script come"),
-    ("predict -m p --toruchrun", "No such option: --toruchrun; the nearest is --torchrun"),
     ("predict p.py B=4 --gpu 8GiB", "'B=4' would be an argument of the script; these come after --"),
     ("predict --json -m p --sizes B=4 lr=1 -- --b", "'lr=1' would be an argument of the script"),
     ("run --fix activation_checkpointing uses_gpu.py", "uses_gpu.py:2 uses CUDA, and there is no GPU here"),
     ("fixes p.py --only micro_batches", "fix 'micro_batches' changes the step, not the model"),
     ("verify p.py micro_batches", "target 'p.py' is a whole script"),
     ("systems mamba", "there is no system 'mamba'; choose from hatchling"),
-    ("systems ''", "there is no system ''"),
-    ("systems 9", "there is no system '9'"),
-    ("systems pythia longctx", "unexpected extra argument(s) (longctx)"),
     ("verify p.py:ok", "verify needs a fix: oomph verify TARGET FIX"),
     ("verify p.py:ok micro_batches --sizes B", "--sizes 'B' is not valid; give NAME=NUMBER"),
-    ("verify p.py:ok micro_batches --sizes B=-1", "--sizes 'B=-1' is not valid"),
-    (f"verify p.py:ok micro_batches --sizes B={DIGITS}", "is not valid; give NAME=NUMBER"),
     ("verify p.py:ok micro_batches --sizes C=2", "cannot be called with (device, B, C)"),
     ("predict p.py:ok --snapshot no/such/f", "--snapshot 'no/such/f': the directory 'no/such' does not"),
     ("predict p.py:ok --snapshot .", "--snapshot '.' is a directory; give a file"),
     ("predict p.py:ok --snapshot loop.py", "'loop.py' cannot be written: Too many levels of symbolic"),
-    ("predict p.py:ok --snapshot /proc/memory", "--snapshot '/proc/memory' cannot be written"),
-    (f"predict p.py:ok --snapshot {LONG}", "File name too long"),
 )
 cases(
     "predict p.py:ok --gpu",
     ("rtx3091", "unknown GPU 'rtx3091'; nearest: rtx3090"),
-    ("'RTX 3080 12GB'", "nearest: rtx3080"),
     ("a100", "ambiguous"),
-    ("''", "unknown GPU ''; `oomph gpus` lists every name"),
-    ("---", "unknown GPU '---'"),
     ("24", "GPU '24' has no unit; for a card of that size: 24GiB"),
-    ("-24GiB", "unknown GPU '-24GiB'"),
     ("24G", "size '24G' is ambiguous; write 24GiB (powers of 1024) or 24GB"),
-    ("24gigs", "unknown unit, 'gigs'"),
-    ("0GiB", "size '0GiB' is less than one byte"),
-    (f"{DIGITS}GiB", "is larger than any machine"),
-    (f"'rtx3090 {DIGITS}GB'", "unknown GPU 'rtx3090 999"),
     ("'\x1b[31mh100'", r"unknown GPU '\x1b[31mh100'"),
 )
 cases(
     "predict p.py:ok --max",
     ("24", "size '24' has no unit"),
     ("ten", "size 'ten' is not valid; a size is a number with a unit"),
-    ("''", "size '' is not valid"),
-    ("-1GiB", "size '-1GiB' is not valid"),
-    ("1e3GiB", "size '1e3GiB' is not valid"),
-    ("1,5GiB", "size '1,5GiB' is not valid"),
-    ("nan", "size 'nan' is not valid"),
-    ("0.4B", "is less than one byte"),
-    ("2000000TiB", "is larger than any machine"),
 )
 
 # --------------------------------------------------------------------------------------------- targets
@@ -140,7 +113,6 @@ cases(
     ("train", "target 'train' has no colon; give a script, as train.py"),
     ("train.ipynb", "target 'train.ipynb' is a notebook; `jupyter nbconvert --to script`"),
     ("pp", "target 'pp' has no colon (did you mean 'p.py'?)"),
-    ("pp.py", "file 'pp.py' does not exist (did you mean 'p.py'?)"),
     ("p.py --fix micro_batches", "changes the step, not the model, and cannot be applied to a script"),
     ("p.py --steps 0", "--steps 0 is not valid; give a positive number"),
     ("p.py:ok --steps 4", "--steps and --torchrun are for scripts"),
@@ -148,16 +120,12 @@ cases(
     ("x.py", "x.py put nothing on the GPU", "print('trains nothing')"),
     (":ok", "target ':ok' is not valid"),
     ("p.py:", "target 'p.py:' is not valid"),
-    ("'p.py:a b'", "target 'p.py:a b' is not valid"),
-    ("p.py:3", "target 'p.py:3' is not valid"),
     ("pp.py:ok", "file 'pp.py' does not exist (did you mean 'p.py'?)"),
     ("./folder:x", "file './folder' is a directory"),
     ("./text.txt:x", "file './text.txt' is not a Python file"),
     ("loop.py:x", "file 'loop.py' is a symbolic link to nothing"),
     (f"{LONG}.py:x", "File name too long"),
-    ("text.txt/p.py:x", "file 'text.txt/p.py' does not exist"),
     ("nothing_here:x", "module 'nothing_here' was not found"),
-    ("json.nothing:x", "module 'json.nothing' was not found"),
     ("nopkg.a.b:x", "module 'nopkg.a.b' was not found (there is no 'nopkg')"),
     ("a-b:x", "module 'a-b' is not a valid module name"),
     ("p.py:okay", "p.py has no 'okay'; did you mean 'ok'"),
@@ -172,15 +140,11 @@ cases(
     ("p.py:unsized B=3", "its sizes are none; name them, as Workload("),
     ("p.py:returns_step B=3", "fixes and sizes need a Workload"),
     ("p.py:ok B=0", "'B=0' is not a size of its Workload"),
-    ("p.py:ok B=2.5", "'B=2.5' is not a size of its Workload"),
-    (f"p.py:ok B={DIGITS}", "is not a size of its Workload"),
     ("p.py:ok data.batch_size=4", "is a program, and 'data.batch_size=4' is not a size"),
     ("p.py:ok --batch-size 4", "No such option: --batch-size"),
-    ("p.py:ok p.py:unsized", "'p.py:unsized' is not a size of its Workload"),
     ("p.py:returns_tuple", "returned a tuple of a model (Linear) and a function"),
     ("p.py:returns_model", "returned a model (Linear), and no training step was traced"),
     ("p.py:generates", "returned a generator, and no training step was traced"),
-    ("p.py:is_async", "returned a coroutine, and no training step was traced"),
     ("p.py:step_with_arguments", "which needs arguments (batch)"),
     ("p.py:on_the_host", "the program put nothing on the GPU"),
     ("p.py:predicts_itself", "predict was called by a program that is itself being predicted"),
@@ -210,18 +174,11 @@ cases(
 cases(
     "predict",
     ("x.py:w", "x.py:1: SyntaxError: '(' was never closed", "w = ("),
-    ("x.py:w", "x.py:2: IndentationError", "if True:\nw = 1"),
-    ("x.py:w", "SyntaxError: source code string cannot contain null bytes", "w = 1\0"),
-    ("x.py:w", "SyntaxError", "# coding: nothing\nw = 1"),
     ("x.py:w", "SyntaxError", b"w = '\xff'"),
     ("x.py:w", "x.py:1: ModuleNotFoundError: No module named 'not_there'", "import not_there"),
-    ("x.py:w", "x.py:1: ImportError: cannot import name 'nope'", "from json import nope"),
-    ("x.py:w", "x.py:1: NameError: name 'torch' is not defined", "w = torch.ones(3)"),
     ("x.py:w", "x.py ends the process while it is imported (SystemExit: 0)", "import sys\nsys.exit(0)"),
     ("x.py:w", "x.py:1: EOFError", "w = input('size? ')"),
     ("x.py:w", "x.py:1: RecursionError", "exec('f = lambda: f()'); f()"),
-    ("x.py:w", "x.py:1: FileNotFoundError", "w = open('nothing.txt')"),
-    ("x:w", "x.py:1: ZeroDivisionError: division by zero", "1 / 0"),
     ("x.py", "x.py:1: ZeroDivisionError: division by zero", "1 / 0"),
     ("x.py", "x.py ended with status 5", "import sys\nsys.exit(5)"),
     ("x.py -- --lr 3", "ended with status 2", "import argparse\nargparse.ArgumentParser().parse_args()"),
@@ -231,30 +188,18 @@ cases(
     ("p.py:loss_aborts", "the program crashed the process (SIGABRT)"),
     ("p.py:loss_crashes", "the program crashed the process (SIGSEGV)"),
     ("p.py:loss_fatal", "p.py:20: Fatal: not an Exception"),
-    ("p.py:loss_at_end", "p.py:20: EOFError"),
     ("p.py:loss_unprintable", "Unprintable: (its text cannot be shown"),
-    ("p.py:loss_recurses", "RecursionError"),
-    ("p.py:loss_key", "KeyError: 'missing'"),
-    ("p.py:loss_json", "p.py:34: JSONDecodeError"),
-    ("p.py:loss_shape", "RuntimeError"),
-    ("p.py:loss_dtype", "RuntimeError"),
-    ("p.py:loss_index", "IndexError"),
-    ("p.py:loss_device", "RuntimeError"),
+    ("p.py:loss_json", "p.py:33: JSONDecodeError"),
     ("p.py:loss_escapes", r"ValueError: \x1b[31mred"),
     ("p.py:model_raises", "p.py:20: ValueError: my own"),
-    ("p.py:model_loads", "FileNotFoundError"),
-    ("p.py:model_shape", "TypeError"),
     ("p.py:batch_raises", "ValueError: my own"),
     ("p.py:optimizer_raises", "ValueError: my own"),
-    ("p.py:optimizer_lr", "ValueError: Invalid learning rate: -1"),
-    ("p.py:optimizer_empty", "ValueError: optimizer got an empty parameter list"),
     ("p.py:second_gpu", "invalid device ordinal"),
     ("p.py:starts_program", "a predicted program cannot start other programs"),
     ("p.py:asks", "EOFError"),
     ("p.py:needs_arguments", "the program ends the process (SystemExit: 2)"),
     ("p.py:backward_twice", "Trying to backward through the graph a second time"),
-    ("p.py:in_place", "leaf Variable"),
-    ("p.py:wrong_op_argument", "the program failed at p.py:81: ArgumentError: "),
+    ("p.py:wrong_op_argument", "the program failed at p.py:68: ArgumentError: "),
     status=PROGRAM,
 )
 cases(
@@ -316,32 +261,20 @@ cases(
 cases(
     "verify p.py:ok",
     ("liger", "there is no fix 'liger'; here that is 'fused_linear_cross_entropy'"),
-    ("Checkpointing", "there is no fix 'Checkpointing'; here that is 'activation_checkpointing'"),
     ("flash_attention", "here that is 'fused_attention' for attention in your own code, or 'attn_impl"),
-    ("gradient-accumulation", "here that is 'micro_batches'"),
     ("activation-checkpointing", "did you mean 'activation_checkpointing'?"),
     ("''", "there is no fix ''; the fixes are smaller_vocabulary, "),
     ("micro_batch", "there is no fix 'micro_batch'; did you mean 'micro_batches'?"),
     ("micro_batches:parts", "'parts' is not option=value"),
     ("activation_checkpointing:blocks=a,b", "a list in brackets: option=[a,b]"),
     ("micro_batches:parts=two", "parts='two' is not valid; give a whole number >= 2"),
-    ("micro_batches:parts=1", "parts=1 is not valid"),
     ("micro_batches:pieces=2", "fix 'micro_batches' has no option 'pieces'; its options are parts"),
     (f"micro_batches:parts={DIGITS}", "is not valid; give a whole number >= 2"),
     (f"micro_batches:parts={DEEP}", "is not valid"),
     ("micro_batches micro_batches:parts=3", "fix 'micro_batches' is already applied"),
     ("fused_optimizer no_foreach", "cannot be combined"),
-    ("nothing.json", "file 'nothing.json' cannot be read: No such file"),
-    ("loop.json", "file 'loop.json' cannot be read: Too many levels of symbolic links"),
-    ("folder.json", "file 'folder.json' cannot be read: Is a directory"),
     ("x.json", "file 'x.json' is not JSON", "{"),
-    ("x.json", "file 'x.json' is not JSON", b"\xff"),
     ("x.json", "file 'x.json' is not JSON", DEEP),
-    (
-        "x.json",
-        "file 'x.json' is not JSON",
-        f'[{{"fix": "micro_batches", "options": {{"parts": {DIGITS}}}}}]',
-    ),
     ("x.json", "holds an empty list; give at least one fix", "[]"),
     ("x.json", "is not a list of fixes such as", "[1]"),
     ("x.json", "is not a list of fixes such as", '{"fixes": "micro_batches"}'),
@@ -349,7 +282,6 @@ cases(
     ("x.json", "there is no fix 'recompte'", '[{"fix": "recompte"}]'),
     ("x.json", "a fix is given as {'fix': 3}", '[{"fix": 3}]'),
     ("x.json", "options='parts=2' is not a mapping", '[{"fix": "micro_batches", "options": "parts=2"}]'),
-    ("x.json", "options=[2] is not a mapping", '[{"fix": "micro_batches", "options": [2]}]'),
     ("x.json", "parts=nan is not valid", '[{"fix": "micro_batches", "options": {"parts": NaN}}]'),
 )
 cases(
@@ -363,9 +295,7 @@ cases(
     "predict p.py:ok --fix",
     ("FSDP", "there is no fix 'FSDP'; here that is 'fsdp2'"),
     ("cheaper_mixing", "set the key of the config instead, e.g. model.query_mixing=cross"),
-    ("x.json", "is not JSON", "micro_batches"),
     ("fused_attention", "fix 'fused_attention': the model has no code of its own"),
-    ("nothing.json", "file 'nothing.json' cannot be read: No such file"),
 )
 
 # --------------------------------------------------------------------------------------------- configs
@@ -375,24 +305,16 @@ cases(
     ("nothing.yaml", "config 'nothing.yaml' does not exist"),
     ("smal.yaml", "config 'smal.yaml' does not exist; did you mean 'small.yaml'?"),
     ("folder.yaml", "config 'folder.yaml' is a directory"),
-    ("loop.yaml", "config 'loop.yaml' does not exist"),
-    (f"{LONG}.yaml", "File name too long"),
     ("x.yaml", "config 'x.yaml' is empty", "# nothing\n"),
     ("x.yaml", "holds a list; it should be a mapping", "- a"),
-    ("x.yaml", "holds one str", "pythia"),
     ("x.yaml", "line 2 is not valid YAML: expected the node content", "a: 1\nb: ["),
     ("x.yaml", "line 4 is not valid YAML: the key 'a' is given twice", "a: 1\n\nb: 2\na: 3"),
     ("x.yaml", "is not valid YAML: could not determine a constructor", "a: !!python/object:os.system x"),
     ("x.yaml", "is not UTF-8 text", b"\xff"),
-    ("x.yaml", "special characters are not allowed", "a: \0"),
-    ("x.yaml", "found character '\\t'", "system: pythia\ntraining:\n\tsteps: 3"),
     ("x.yaml", "it is nested too deeply", f"a: {DEEP[:900]}"),
-    ("x.yaml", "it is nested too deeply", "- " * 3000),
-    ("x.yaml", "found unconstructable recursive node", "a: &a [*a]"),
     ("x.yaml", "is not valid YAML", f"a: {DIGITS}"),
     ("x.yaml", "system is missing; choose from hatchling, pythia", "model: {}"),
     ("x.yaml", "system = 'pytha' is not valid; did you mean 'pythia'?", "system: pytha"),
-    ("x.yaml", "system = ['a'] is not valid", "system: [a]"),
     ("x.yaml", "epoch is not a key; did you mean 'training.epochs'?", "system: pythia\nepoch: 3"),
     ("x.yaml", "x.yaml has 2 problems:", "system: pythia\nmodel: {hiden_size: 3}\ntraining: {steps: many}"),
     ("x.yaml", "model = [1] is not valid; give a mapping of keys", "system: pythia\nmodel: [1]"),
@@ -414,17 +336,11 @@ cases(
     "train small.yaml",
     ("batchsize=3", "batchsize is not a key; did you mean 'data.batch_size'?"),
     ("lr=fast", "lr (which is optimizer.learning_rate) = 'fast' is not valid; it should be a valid number"),
-    ("--batch_sise 3", "batch_sise is not a key"),
-    ("trainig.steps=3", "did you mean 'training.steps'?"),
-    ("modle.vocab_size=3", "is not a key"),
     ("model.zzz=1", "the keys of 'model' are preset"),
     ("zzz=1", "the sections are model, data"),
     ("data.batch_size=some", "data.batch_size = 'some' is not valid; it should be a valid integer"),
     ("data.batch_size=0", "it should be greater than or equal to 1"),
-    ("data.batch_size=2.5", "data.batch_size = 2.5 is not valid"),
-    (f"data.batch_size={DIGITS}", "is not valid YAML"),
     ("data.batch_size=1000000000000", "the batches of a step need 238418.6 GiB, and this machine has"),
-    ("training.accumulate=1000000000000", "the batches of a step need"),
     ("data.batch_size=null data.batch_tokens=5", "one sequence has 16 tokens"),
     ("batch_size=4 data.batch_size=8", "is given twice, as batch_size = 4 and as data.batch_size = 8"),
     ("batch_size=4 batch_tokens=128", "with batch_tokens=128 it is 8: give one of them"),
@@ -452,25 +368,19 @@ cases(
     ("data.source=folder", "folder has no files"),
     ("data.source=empty.txt", "empty.txt is empty"),
     ("data.source=few.txt", "few.txt is too small to hold a part out for validation"),
-    ("data.source=./loop.py", "does not exist"),
-    (f"data.source=./{LONG}", "cannot be read: File name too long"),
     ("data.source=x.txt", "x.txt is not a text file (a NUL byte at offset 4)", b"text\0text\n" * 99),
     ("data.source=x.txt", "x.txt is not a text file (not UTF-8 at offset 0)", b"\xe9\n" * 99),
     ("data.source=x.parquet", "x.parquet cannot be read as parquet", "text\n" * 99),
     ("data.source=x.jsonl", "x.jsonl:1: broken JSON", '{"text": "a"\n' * 99),
     ("data.source=x.jsonl", 'no text in field "text" (fields: body)', '{"body": "a"}\n' * 99),
     ("data.source=x.jsonl data.field=body", 'no text in field "body" (it is a list)', "[1, 2, 3, 4]\n" * 99),
-    ("optimizer.learning_rate=fast", "optimizer.learning_rate = 'fast' is not valid"),
-    ("optimizer.learning_rate=0", "it should be greater than 0"),
     ("lr=.nan", "a finite number"),
     ("lr=-1", "it should be greater than 0"),
     ("'lr=[1'", "override 'lr=[1' is not valid YAML"),
     ("lr", "'lr' is not an override"),
     ("steps=", "override 'steps=' has no value; write steps=null for none"),
     ("--=3", "'--=3' is not a flag"),
-    ("training.steps=0", "training.steps = 0 is not valid"),
     ("training.schedule=cosin", "it should be 'constant', 'cosine' or 'linear'"),
-    ("training.clip=-1", "training.clip = -1"),
     ("training.seed=99999999999999999999", "training.seed = 99999999999999999999 is not valid"),
     ("training.memory_limit=25000000000", "has no unit; a size is a number with a unit"),
     ("training.dtype=int8", "training.dtype = 'int8' is not valid; it should be 'float32' or 'bfloat16'"),
@@ -478,25 +388,18 @@ cases(
     ("training.device=gpu", "training.device='gpu' is not a device; give cpu, cuda or cuda:0"),
     ("training.device=meta", "training.device='meta' is not supported"),
     ("model.hidden_size=17", "model.hidden_size = 17 is not valid; give a multiple of num_heads=2"),
-    ("model.num_layers=0", "model.num_layers = 0 is not valid"),
     ("model.hidden_size=1000000000000", "out of memory (Storage size calculation overflowed"),
-    ("model.dropout=some", "model.dropout = 'some' is not valid"),
     ("form=ill", "form = 'ill' is not valid; choose from 'model', 'naive'"),
-    ("system=mamba", "system = 'mamba' is not valid"),
     ("fixes=3", "fixes.0 = 3 is not valid; a fix is given as 3"),
-    ("fixes=recompte", "there is no fix 'recompte'"),
     ("'fixes=[fused_optimizer, no_foreach]'", "'fused_optimizer' and 'no_foreach' cannot be combined"),
     ("fixes=optimizer_in_backward clip=1", "with the fix 'optimizer_in_backward'"),
     ("--fixes optimizer_8bit", "single fixes are given as fixes=[name, ...]"),
-    ("--fixes x.json", "is not JSON", "{"),
     ("--fixes x.json clip=1.0", "training.clip", '[{"fix": "optimizer_in_backward"}]'),
     ("--export text.txt", "--export 'text.txt' exists already; give another name"),
     ("--export no/w.safetensors", "--export 'no/w.safetensors': the folder 'no' does not exist"),
     ("--export /proc/w.safetensors", "--export '/proc/w.safetensors': cannot write there"),
-    (f"--export {LONG[:250]}", "cannot write there: File name too long"),
     ("output.dir=text.txt/run", "cannot write in text.txt/run: Not a directory"),
     (f"output.dir={LONG}", "File name too long; give another output.dir"),
-    ("output.dir=/proc/run", "cannot write in /proc/run"),
     ("output.dir=other", "other/config.yaml is not of a run, and a run would overwrite it"),
     ("output.dir=new --resume", "new holds no run to resume; leave --resume out"),
 )
@@ -574,38 +477,27 @@ run_cases(
     (RESUME, "text.txt is empty", lambda run: Path("text.txt").write_bytes(b"")),
     (RESUME, "text.txt does not exist", lambda run: Path("text.txt").unlink()),
     (RESUME, "is not a tokenizer that oomph saved", write("tokenizer.json", "{")),
-    (RESUME, "is not a tokenizer that oomph saved", write("tokenizer.json", b"\xff")),
     (RESUME, "is not a tokenizer that oomph saved", write("tokenizer.json", '{"model": {"type": "BPE"}}')),
     (RESUME, "is not the record that oomph wrote", write("tokenizer_source.json", "{")),
     (RESUME, "was made with source=None", write("tokenizer_source.json", "{}")),
     (RESUME, "config.yaml' is empty", write("config.yaml", "")),
-    (RESUME, "is not valid YAML", write("config.yaml", "a: [")),
     (RESUME, "holds checkpoints, and no config.yaml", lambda run: (run / "config.yaml").unlink()),
     (RESUME, "no checkpoint in runs/small/checkpoints can be used", each_checkpoint("manifest.json", "{}")),
-    (RESUME, "no checkpoint in runs/small/checkpoints can be used", each_checkpoint("manifest.json", "")),
     (RESUME, "is corrupt", each_checkpoint("state.json", "{}")),
     (RESUME, "is malformed (KeyError: 'scaler'", in_state(lambda state: state.pop("scaler"))),
     (RESUME, "is malformed (ValueError: step 'four'", in_state(lambda state: state.update(step="four"))),
-    (RESUME, "is malformed (KeyError: 'identity'", in_state(lambda state: state["data"].pop("identity"))),
     (RESUME, "is malformed", in_state(lambda state: state["data"]["position"].update(chunk=-1))),
-    (RESUME, "is malformed", in_state(lambda state: state["data"]["position"].update(epoch=None))),
     (
         RESUME,
         "random number state cannot be restored",
         in_state(lambda state: state["rng"].update(python=[3])),
     ),
-    (RESUME, "is malformed", in_state(lambda state: state["optimizer"].update(state=3))),
     (
         RESUME,
         "do not hold the tensors that state.json names",
         in_state(lambda state: state["model"].popitem()),
     ),
 )
-
-
-def test_there_are_300():
-    assert len(CASES) >= 300
-    assert len({(case.command, *case.files.items(), case.damage) for case in CASES}) == len(CASES)
 
 
 # ------------------------------------------------------------------------------------------ the folder
@@ -638,47 +530,35 @@ class Unprintable(Exception):
     def __str__(self): raise ValueError
 
 def fail(error): raise error
-def recurse(): return recurse()
 def failing(name, action):
     part = name.partition("_")[0]
     globals()[name] = Workload(**{"model": model, "batch": batch, "loss": loss, part: action})
 
 for name, error in {
     "raises": ValueError("my own"), "exits": SystemExit(0),
-    "fatal": Fatal("not an Exception"), "at_end": EOFError(), "unprintable": Unprintable(),
+    "fatal": Fatal("not an Exception"), "unprintable": Unprintable(),
     "interrupts": KeyboardInterrupt(),
     "escapes": ValueError("\\x1b[31mred"),
 }.items():
     for part in ("loss", "model", "batch", "optimizer"):
         failing(f"{part}_{name}", lambda *_, error=error: fail(error))
 failing("loss_json", lambda model, batch: json.loads("{"))
-failing("loss_key", lambda model, batch: {}["missing"])
 failing("loss_leaves", lambda model, batch: os._exit(0))
 failing("loss_aborts", lambda model, batch: os.abort())
 failing("loss_crashes", lambda model, batch: os.kill(os.getpid(), signal.SIGSEGV))
-failing("loss_recurses", lambda model, batch: recurse())
-failing("loss_shape", lambda model, batch: model(batch[:, 1:]))
-failing("loss_dtype", lambda model, batch: model(batch.long()))
-failing("loss_index", lambda model, batch: batch[99])
-failing("loss_device", lambda model, batch: model(batch.cpu()))
 failing("loss_none", lambda model, batch: None)
 failing("loss_vector", lambda model, batch: model(batch))
 failing("loss_detached", lambda model, batch: loss(model, batch).detach())
 failing("loss_nan", lambda model, batch: loss(model, batch) * float("nan"))
 failing("loss_host_memory", lambda model, batch: loss(model, batch) + torch.empty(10**15).sum())
 failing("model_none", lambda: None)
-failing("model_loads", lambda: torch.load("nothing.pt"))
-failing("model_shape", lambda: nn.Linear("8", 8))
 failing("batch_on_host", lambda device: torch.randn(4, 8))
 failing("optimizer_none", lambda params: None)
-failing("optimizer_lr", lambda params: torch.optim.AdamW(params, lr=-1))
-failing("optimizer_empty", lambda params: torch.optim.AdamW([]))
 
 def returns_step(): return lambda: None
 def returns_model(): return model().cuda()
 def returns_tuple(): return model().cuda(), lambda: None
 def generates(): yield torch.ones(1, device="cuda")
-async def is_async(): return torch.ones(1, device="cuda")
 def step_with_arguments(): return lambda batch: None
 def on_the_host(): model()(torch.ones(1, 8)).sum().backward()
 def predicts_itself():
@@ -695,7 +575,6 @@ def backward_twice():
     value = model().cuda()(torch.ones(1, 8, device="cuda")).exp().sum()
     value.backward()
     value.backward()
-def in_place(): model().cuda().weight.add_(1)
 def wrong_op_argument():
     import oomph.ops
     oomph.ops.linear_cross_entropy(*torch.ones(3, 2, 8, device="cuda"))
@@ -715,12 +594,11 @@ def folder(tmp_path_factory):
         "other/config.yaml": "a: 1",
     }
     files["text.txt"] = "".join(f"line {number}: {number * number}\n" for number in range(500))
-    for name in ("folder", "folder.json", "folder.yaml", "other"):
+    for name in ("folder", "folder.yaml", "other"):
         (folder / name).mkdir()
     for name, content in files.items():
         (folder / name).write_text(content)
-    for name in ("loop.py", "loop.json", "loop.yaml"):
-        (folder / name).symlink_to(name)
+    (folder / "loop.py").symlink_to("loop.py")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("oomph.training.evaluation.NEW_TOKENS", 3)
         patch.setattr("sys.stdin", io.StringIO())
