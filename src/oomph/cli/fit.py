@@ -14,11 +14,8 @@ from rich.console import Console
 from oomph import gpus, units
 from oomph.cli.common import (
     Allow,
-    Gpu,
     Html,
     Json,
-    Max,
-    Steps,
     check_output_file,
     load_torch,
     progress_display,
@@ -29,11 +26,9 @@ from oomph.cli.common import (
 from oomph.cli.fixes import fix_kinds
 from oomph.cli.predict import PredictOptions, predict_target
 from oomph.cli.targets import (
+    StepOptions,
     TargetOptions,
     allocator_limit,
-    check_python_file,
-    check_script_options,
-    check_target,
     find_target,
     is_config,
     open_target,
@@ -49,13 +44,11 @@ LARGEST = ("batch", "sequence")
 
 
 @dataclass(frozen=True, slots=True)
-class FitOptions(TargetOptions):
-    gpu: Gpu = None
+class FitOptions(StepOptions):
     budget: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="Memory of the process, CUDA context included, e.g. 20GiB."),
     ] = None
-    max: Max = None
     allow: Allow = ""
     host_memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Host memory that fixes may pin; default: all.")
@@ -68,7 +61,6 @@ class FitOptions(TargetOptions):
     ranks: Annotated[
         bool, typer.Option("--ranks", help="Also find how many of these GPUs FSDP2 needs, without fixes.")
     ] = False
-    steps: Steps = None
     json: Json = False
     html: Html = None
 
@@ -158,16 +150,13 @@ def _check(options: FitOptions) -> None:
     no_limit = options.gpu is None and options.budget is None and options.max is None
     if no_limit and not is_config(options.target):  # which may have a limit of its own
         raise UserError("fit needs a card or a budget: --gpu rtx4090, or --budget 20GiB")
-    if options.gpu is not None:
-        gpus.find(options.gpu)
-    for size in (options.budget, options.max, options.host_memory):
+    for size in (options.budget, options.host_memory):
         if size is not None:
             units.parse_bytes(size)
     if options.largest is not None and options.largest not in LARGEST:
         raise UserError(f"--largest {options.largest!r} is not valid; valid: {', '.join(LARGEST)}")
     if options.ranks and (options.is_script or not (options.gpu or options.budget)):
         raise UserError("--ranks needs a Workload or config, and a card: --gpu rtx4090")
-    check_script_options(options, options.steps)
     check_output_file("--html", options.html, "report.html")
     if options.plan is not None and not Path(options.plan).absolute().parent.is_dir():
         raise UserError(f"--plan {options.plan!r}: the directory does not exist")
@@ -175,10 +164,6 @@ def _check(options: FitOptions) -> None:
         from oomph.planning.plan import check_overwritten
 
         check_overwritten(options.plan)
-    if options.is_script:
-        if options.module is None:
-            check_python_file(options.target)
-        if options.largest is not None:
-            raise UserError("--largest needs a Workload that names its sizes; a script has none")
-        return
-    check_target(options.target, options.overrides)
+    if options.is_script and options.largest is not None:
+        raise UserError("--largest needs a Workload that names its sizes; a script has none")
+    options.check()

@@ -13,23 +13,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from oomph import gpus, units
-from oomph.cli.common import (
-    Allow,
-    Gpu,
-    Json,
-    Max,
-    Steps,
-    load_torch,
-    progress_display,
-    stdout_to_stderr,
-    write_stdout,
-)
+from oomph import gpus
+from oomph.cli.common import Allow, Json, load_torch, progress_display, stdout_to_stderr, write_stdout
 from oomph.cli.targets import (
-    TargetOptions,
+    StepOptions,
     allocator_limit,
-    check_python_file,
-    check_script_options,
     check_target,
     find_target,
     open_target,
@@ -50,12 +38,9 @@ VERIFIED, DIFFERS = 0, 1  # exit statuses of `oomph verify`
 
 
 @dataclass(frozen=True, slots=True)
-class FixesOptions(TargetOptions):
-    gpu: Gpu = None
-    max: Max = None
+class FixesOptions(StepOptions):
     allow: Allow = ""
     only: Annotated[tuple[str, ...], typer.Option(metavar="FIX", help="Try this fix; repeatable.")] = ()
-    steps: Steps = None
     json: Json = False
 
 
@@ -65,20 +50,12 @@ def run_fixes(given: FixesOptions) -> int:
     Exit status 0 also if the step does not fit.
     """
     kinds = fix_kinds(given.allow)
-    if given.gpu is not None:
-        gpus.find(given.gpu)
-    if given.max is not None:
-        units.parse_bytes(given.max)
     if not given.target and given.module is None:
         if given.only:
             raise UserError("--only tries fixes on a target: oomph fixes TARGET --only FIX")
         return _list_all(given.json)
     options = find_target(given, "fixes")
-    check_script_options(options, options.steps)
-    if not options.is_script:
-        check_target(options.target, options.overrides)
-    elif options.module is None:
-        check_python_file(options.target)
+    options.check()
     load_torch()
     from oomph.fixes import find, propose
     from oomph.planning.programs import propose_for_program
@@ -109,12 +86,9 @@ def run_fixes(given: FixesOptions) -> int:
     if options.json:
         write_stdout(json.dumps(proposals_to_json(prediction, proposals), allow_nan=False) + "\n")
     else:
-        limits = [] if options.gpu is None else ["--gpu", options.gpu]
-        limits += [] if options.max is None else ["--max", options.max]
-        limits += [] if options.steps is None else ["--steps", str(options.steps)]
         if options.is_script:
             kinds = (*kinds, "precision", "training")  # a script has no fixes of these kinds
-        fit = shlex.join(("oomph", *options.command("fit", *limits)))
+        fit = shlex.join(("oomph", *options.command("fit", *options.limits)))
         write_stdout(proposals_text(prediction, proposals, kinds, report_console(), options.typed, fit))
     return 0
 

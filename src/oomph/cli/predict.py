@@ -13,15 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from oomph import gpus, units
+from oomph import units
 from oomph.cli.common import (
     FixWords,
-    Gpu,
     Html,
     Json,
-    Max,
     PlanFile,
-    Steps,
     check_output_file,
     fix_words,
     load_torch,
@@ -32,11 +29,8 @@ from oomph.cli.common import (
 )
 from oomph.cli.fixes import parse_sizes
 from oomph.cli.targets import (
-    TargetOptions,
+    StepOptions,
     allocator_limit,
-    check_python_file,
-    check_script_options,
-    check_target,
     find_target,
     is_config,
     open_target,
@@ -54,13 +48,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class DiagnoseOptions(TargetOptions):
-    gpu: Gpu = None
-    max: Max = None
+class DiagnoseOptions(StepOptions):
     json: Json = False
     html: Html = None
     fix: FixWords = ()
-    steps: Steps = None
     allow_subprocesses: Annotated[
         bool,
         typer.Option("--allow-subprocesses", help="Let the program start others; their effects are real."),
@@ -216,24 +207,16 @@ def _with_applicable_fixes(diagnosis: Diagnosis, options: PredictOptions) -> Dia
 def next_step(options: PredictOptions, prediction: Prediction) -> str:
     if prediction.fits is not False or options.plan is not None:
         return ""
-    limit = [] if options.gpu is None else ["--gpu", options.gpu]
-    limit += [] if options.max is None else ["--max", options.max]
-    limit += [] if options.steps is None else ["--steps", str(options.steps)]
     if options.fixes or options.sizes:  # which `oomph fit` does not take
         return "\nNext: `oomph fit` looks for the cheapest fixes with which a step fits.\n"
-    command = shlex.join(("oomph", *options.command("fit", *limit)))
+    command = shlex.join(("oomph", *options.command("fit", *options.limits)))
     return f"\nNext: `{command}` looks for the cheapest fixes with which it fits.\n"
 
 
 def check_options(options: PredictOptions) -> None:
     """Raise for mistakes that show before torch is imported and the target traced."""
-    if options.gpu is not None:
-        gpus.find(options.gpu)
-    if options.max is not None:
-        units.parse_bytes(options.max)
     check_output_file("--snapshot", options.snapshot, "run.pickle")
     check_output_file("--html", options.html, "report.html")
-    check_script_options(options, options.steps)
     if options.ranks is not None and options.ranks < 1:
         raise UserError(f"--ranks {options.ranks} is not valid; give a positive number")
     if options.parallel is not None and options.ranks is None:
@@ -248,22 +231,16 @@ def check_options(options: PredictOptions) -> None:
     if options.sizes is not None and is_config(options.target):
         raise UserError("--sizes is for programs; override the keys of a config, e.g. data.seq_len=4096")
     sizes = _sizes(options)
-    if options.is_script:
-        if sizes is not None:
-            units.check_batch_sizes(sizes)
-        if options.module is None:
-            check_python_file(options.target)
-        if options.fixes:
-            from oomph.fixes import uses_of
-            from oomph.fixes.scripts import check_for_scripts
-
-            check_for_scripts(uses_of(options.fixes))
-        return
-    check_target(options.target, options.overrides)
+    if options.is_script and sizes is not None:
+        units.check_batch_sizes(sizes)
+    options.check()
     if options.fixes:
         from oomph.fixes import uses_of
+        from oomph.fixes.scripts import check_for_scripts
 
-        uses_of(options.fixes)
+        uses = uses_of(options.fixes)
+        if options.is_script:
+            check_for_scripts(uses)
 
 
 def predict_target(

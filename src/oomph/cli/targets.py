@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from oomph.cli.common import Module, OverrideWords, Torchrun
+from oomph import gpus
+from oomph.cli.common import Gpu, Max, Module, OverrideWords, Steps, Torchrun
 from oomph.errors import OomphError, ProgramError, UserError, is_missing_gpu, program_traceback, user_line
 from oomph.report.terminal import short_path
 from oomph.units import parse_bytes
@@ -84,6 +85,36 @@ class TargetOptions:
         return script if steps is None else replace(script, steps=steps)
 
 
+@dataclass(frozen=True, slots=True)
+class StepOptions(TargetOptions):
+    """A target, the card that its step is for, and the steps of a script."""
+
+    gpu: Gpu = None
+    max: Max = None
+    steps: Steps = None
+
+    @property
+    def limits(self) -> list[str]:
+        """The options as words, for another command."""
+        given = {"--gpu": self.gpu, "--max": self.max, "--steps": self.steps}
+        return [word for name, value in given.items() if value is not None for word in (name, str(value))]
+
+    def check(self) -> None:
+        """Raise for mistakes that show before torch is imported and the target traced."""
+        if self.gpu is not None:
+            gpus.find(self.gpu)
+        if self.max is not None:
+            parse_bytes(self.max)
+        if self.steps is not None and self.steps < 1:
+            raise UserError(f"--steps {self.steps} is not valid; give a positive number")
+        if (self.steps is not None or self.torchrun) and not self.is_script:
+            raise UserError("--steps and --torchrun are for scripts, as train.py or -m package.module")
+        if not self.is_script:
+            check_target(self.target, self.overrides)
+        elif self.module is None:
+            check_python_file(self.target)
+
+
 Options = TypeVar("Options", bound=TargetOptions)
 
 
@@ -95,13 +126,6 @@ def find_target(options: Options, command: str) -> Options:
         return options
     words = (*([options.target] if options.target else []), *options.overrides)
     return replace(options, target=options.module, overrides=words)
-
-
-def check_script_options(options: TargetOptions, steps: int | None) -> None:
-    if steps is not None and steps < 1:
-        raise UserError(f"--steps {steps} is not valid; give a positive number")
-    if (steps is not None or options.torchrun) and not options.is_script:
-        raise UserError("--steps and --torchrun are for scripts, as train.py or -m package.module")
 
 
 def check_target(target: str, overrides: Sequence[str] = ()) -> None:
