@@ -43,7 +43,7 @@ def write_rows(path: Path, rows: Iterable[OpRow]) -> None:
 
 def read_rows(path: Path) -> list[OpRow]:
     with gzip.open(path, "rt", encoding="utf-8") as file:
-        return [OpRow(**{**row, "allocs": tuple(row["allocs"])}) for row in map(json.loads, file)]
+        return [OpRow(*(row[name] for name in OpRow._fields)) for row in map(json.loads, file)]
 
 
 def divergence_text(target: Any, measured: Path, gpu: str, limit: int) -> str:
@@ -275,8 +275,7 @@ def _difference_line(difference: Difference) -> str:
 
 def _row_text(row: OpRow) -> str:
     text = f"{row.outputs or '-'} net {row.after - row.before:+,} high {row.high - row.before:+,} "
-    text += f"requested {row.requested:,} in {row.n_allocs}"
-    return text + (f" {list(row.allocs[:6])}" if row.allocs else "")
+    return text + f"requested {row.requested:,} in {row.n_allocs}"
 
 
 def _drift_line(drift: Drift) -> str:

@@ -13,7 +13,7 @@ from torch import nn
 import oomph
 from oomph import fixes
 from oomph.fixes.optimizers import low_bit
-from oomph.fixes.optimizers.low_bit import LowBitAdam, round_stochastically, to_low_bit
+from oomph.fixes.optimizers.low_bit import LowBitAdam, round_stochastically
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -42,7 +42,7 @@ def some_parameters(*shapes, dtype=torch.float32):
 
 def converted(factory, parameters, state_format="float32", stochastic=False):
     made = factory(parameters)
-    return to_low_bit(made, state_format, stochastic=stochastic, fix="test")
+    return LowBitAdam(made, state_format, stochastic=stochastic, fix="test")
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -210,7 +210,7 @@ def test_groups_schedulers_and_checkpoints_are_kept():
     one, two = nn.Parameter(torch.ones(64, 128)), nn.Parameter(torch.ones(3))
     made = torch.optim.AdamW([{"params": [one], "lr": 0.5}, {"params": [two]}], lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(made, lambda step: 0.1**step)
-    optimizer = to_low_bit(made, "8bit", stochastic=False, fix="test")
+    optimizer = LowBitAdam(made, "8bit", stochastic=False, fix="test")
     for parameter in (one, two):
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
@@ -218,7 +218,7 @@ def test_groups_schedulers_and_checkpoints_are_kept():
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.05, 0.01])
     saved = optimizer.state_dict()
     same = torch.optim.AdamW([{"params": [one]}, {"params": [two]}])
-    fresh = to_low_bit(same, "8bit", stochastic=False, fix="x")
+    fresh = LowBitAdam(same, "8bit", stochastic=False, fix="x")
     fresh.load_state_dict(saved)
     for parameter in (one, two):
         for key, value in optimizer.state[parameter].items():

@@ -8,15 +8,8 @@ from oomph.measurement.oplog import Counters, describe, record_ops, short_name
 class ScriptedCounters:
     """Pretends that every op asks for 100 bytes and keeps 512, with 512 more in passing."""
 
-    def __init__(self, traced=True):
+    def __init__(self):
         self.reads = 0
-        self.traced = traced
-
-    def start(self):
-        pass
-
-    def stop(self):
-        return [100] * (self.reads // 2) if self.traced else []
 
     def reset_high(self):
         pass
@@ -69,21 +62,5 @@ def test_each_row_carries_its_own_requests():
     with record_ops(ScriptedCounters()) as log:
         torch.ones(2).add(1).mul(2)
     row = log.rows[-1]
-    assert (row.n_allocs, row.requested, row.allocs) == (1, 100, (100,))
+    assert (row.n_allocs, row.requested) == (1, 100)
     assert (row.after - row.before, row.high - row.before) == (512, 1024)
-
-
-def test_without_a_trace_the_counts_remain():
-    with record_ops(ScriptedCounters(traced=False)) as log:
-        torch.ones(2)
-    assert [(row.n_allocs, row.requested, row.allocs) for row in log.rows[:1]] == [(1, 100, ())]
-
-
-def test_the_rows_are_kept_when_the_program_fails():
-    try:
-        with record_ops(ScriptedCounters()) as log:
-            torch.ones(2)
-            raise ValueError("the program's own")
-    except ValueError:
-        pass
-    assert log.rows

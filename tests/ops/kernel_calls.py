@@ -6,7 +6,7 @@ A new op adds its calls to CALLS, a line each. They run on the pretend GPU: forw
 import torch
 from torch.optim import AdamW
 
-from oomph.fixes.optimizers.low_bit import to_low_bit
+from oomph.fixes.optimizers.low_bit import LowBitAdam
 from oomph.ops import (
     BlockPattern,
     MLPWeights,
@@ -115,7 +115,7 @@ def optimizer_step(optimizer, dtype, state, **options):
     weight = torch.nn.Parameter(randn(256, 256, dtype=dtype).detach())
     weight.grad = randn(256, 256, dtype=dtype).detach()
     made = optimizer([weight], lr=1e-2, **options)
-    to_low_bit(made, state, stochastic=dtype is BF16, fix="stochastic_rounding").step()
+    LowBitAdam(made, state, stochastic=dtype is BF16, fix="stochastic_rounding").step()
     return randn(1).sum()
 
 

@@ -252,7 +252,6 @@ def _rows_of(log: OpLog, recorder: AllocationRecorder, steps: Collection[str]) -
                 phase=phase,
                 n_allocs=len(sizes),
                 requested=sum(sizes),
-                allocs=tuple(sizes),
             )
         )
     return rows

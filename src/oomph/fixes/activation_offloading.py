@@ -32,7 +32,7 @@ from oomph.fixes.modules import (
     own_checkpointing,
     refuse_own_checkpointing,
 )
-from oomph.fixes.registry import Fix, FixContext, Target, bytes_option, check_flag
+from oomph.fixes.registry import Fix, FixContext, Target, bytes_option
 from oomph.nn.blocks import block_names
 from oomph.torch_internals import FakeTensor, current_graph_task_id, storage_id
 from oomph.units import MiB
@@ -67,7 +67,6 @@ class ActivationOffloading(Fix):
         With the fix "activation_checkpointing", a block saves its inputs alone, and those are copied; with
         `keep=attention`, the results of attention as well.
         """
-        check_flag(self.name, "ahead", ahead)
         offloader = ActivationOffloader(bytes_option(self.name, "smallest", smallest), ahead)
         # Inside a checkpoint of the model's own, everything would be copied that is to be recomputed.
         refuse_own_checkpointing(model, self.name)

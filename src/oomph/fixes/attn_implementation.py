@@ -11,7 +11,7 @@ from oomph.errors import UserError
 from oomph.fixes.fused_attention import attention_matrices
 from oomph.fixes.journal import Journal
 from oomph.fixes.modules import copy_configs
-from oomph.fixes.registry import Fix, FixContext, Target, check_choice, check_flag
+from oomph.fixes.registry import Fix, FixContext, Target, check_choice
 from oomph.nn.blocks import NamedModule
 
 _EAGER = ("eager", None)
@@ -31,9 +31,9 @@ class AttnImplementation(Fix):
         prefixes = tuple(f"{name}." if name else "" for name, _ in eager)
         if not eager or any(_obstacle(model.module, "sdpa", False) for model in eager):
             return
-        where = {module for module in attention_matrices(context.prediction) if module.startswith(prefixes)}
+        where = [module for module in attention_matrices(context.prediction) if module.startswith(prefixes)]
         if where:
-            yield Target(tuple(sorted(where, key=_by_number)), {"implementation": "sdpa"})
+            yield Target(tuple(where), {"implementation": "sdpa"})
 
     def change_model(
         self,
@@ -46,7 +46,6 @@ class AttnImplementation(Fix):
         """`implementation`: as transformers' attn_implementation. `other_random_numbers`: allow it where
         attention dropout is on; the same dropout then draws other numbers, so that steps differ by chance."""
         check_choice(self.name, "implementation", implementation, IMPLEMENTATIONS)
-        check_flag(self.name, "other_random_numbers", other_random_numbers)
         found = list(_models(model))
         if not found:
             raise UserError(f"fix {self.name!r}: {type(model).__name__} holds no Hugging Face model")
@@ -135,8 +134,3 @@ def _set_implementation(model: nn.Module, journal: Journal, implementation: str)
         # Some modules keep a copy of it.
         if vars(module).get("_attn_implementation", "") in _EAGER:
             journal.set(module, "_attn_implementation", implementation, name, "_attn_implementation")
-
-
-def _by_number(name: str) -> list[tuple[int, str]]:
-    """A sort key: layers.2 before layers.10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]

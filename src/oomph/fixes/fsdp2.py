@@ -14,7 +14,7 @@ from torch import nn
 
 from oomph.errors import UserError
 from oomph.fixes.journal import Journal
-from oomph.fixes.registry import Fix, FixContext, Target, check_flag, check_whole_number
+from oomph.fixes.registry import Fix, FixContext, Target, check_whole_number
 from oomph.nn.blocks import block_names, blocks
 from oomph.parallel.parallelize import Parallel, blocks_with_own_parameters
 from oomph.workload import Workload
@@ -41,7 +41,7 @@ class FSDP2(Fix):
         """`ranks`: the size of the process group; by default that of the one that is initialised.
         `reshard_after_forward`: free a block's gathered parameters after forward, and gather them again in
         backward."""
-        _check_options(ranks, reshard_after_forward)
+        _check_ranks(ranks)
         if workload.parallel is not None:
             raise UserError(f"fix {self.name!r}: the step is already spread over ranks")
         size = ranks or (dist.get_world_size() if dist.is_available() and dist.is_initialized() else None)
@@ -59,7 +59,7 @@ class FSDP2(Fix):
         reshard_after_forward: bool = True,
     ) -> None:
         """Of a model that is there: over the process group of the program."""
-        _check_options(ranks, reshard_after_forward)
+        _check_ranks(ranks)
         if not dist.is_available() or not dist.is_initialized():
             raise UserError(
                 f"fix {self.name!r} needs a process group: start the script with torchrun "
@@ -78,8 +78,7 @@ class FSDP2(Fix):
         Parallel(dist.get_world_size(), reshard_after_forward=reshard_after_forward).apply(model, device)
 
 
-def _check_options(ranks: object, reshard_after_forward: object) -> None:
-    check_flag("fsdp2", "reshard_after_forward", reshard_after_forward)
+def _check_ranks(ranks: object) -> None:
     if ranks is not None:
         check_whole_number("fsdp2", "ranks", ranks, 1)
 

@@ -91,13 +91,10 @@ def _linear(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     linear = forward.__self__  # type: ignore[attr-defined]
     assert isinstance(linear, nn.Linear)
     x: Any = args[0] if args else kwargs.get("input")
-    if len(args) + len(kwargs) != 1 or not _applies(linear, x):
+    applies = torch.is_grad_enabled() and linear.weight.requires_grad and is_plain_call(linear, x)
+    if len(args) + len(kwargs) != 1 or not applies:
         return forward(*args, **kwargs)
     return _LinearAccumulatingGrad.apply(x, linear.weight, linear.bias, matmul_dtype(x))
-
-
-def _applies(linear: nn.Linear, x: Any) -> bool:
-    return torch.is_grad_enabled() and linear.weight.requires_grad and is_plain_call(linear, x)
 
 
 class _LinearAccumulatingGrad(torch.autograd.Function):

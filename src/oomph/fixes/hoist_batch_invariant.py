@@ -136,13 +136,7 @@ def is_batch_invariant(value: Any) -> bool:
 
 
 def _tensors(args: Args, kwargs: Kwargs) -> list[Tensor]:
-    found: list[Tensor] = []
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple | dict):
-            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-    return found
+    return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
 
 
 def _as_expand(tensor: Tensor, *sizes: Any, **kwargs: Any) -> Tensor | None:

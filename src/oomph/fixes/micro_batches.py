@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from oomph.errors import UserError
-from oomph.fixes.registry import Fix, FixContext, Target, check_choice, check_flag, check_whole_number
+from oomph.fixes.registry import Fix, FixContext, Target, check_choice, check_whole_number
 from oomph.prediction import fake_model
 from oomph.torch_internals import tree_flatten_with_path, tree_leaves
 from oomph.workload import MicroBatches, Workload, rows_of
@@ -73,8 +73,6 @@ class MicroBatching(Fix):
             raise UserError(
                 f"fix {self.name!r}: ignore_index={ignore_index!r} is not valid; give a whole number"
             )
-        if shifted is not None:
-            check_flag(self.name, "shifted", shifted)
         if workload.micro_batches is not None:
             already = workload.micro_batches.parts
             raise UserError(f"fix {self.name!r}: the workload's batch already comes in {already} parts")

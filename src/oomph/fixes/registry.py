@@ -152,7 +152,7 @@ class Fix:
         return {key: list(value) if isinstance(value, tuple) else value for key, value in complete.items()}
 
     def check_options(self, options: Mapping[str, Any]) -> None:
-        """Raise UserError for an option that does not exist or is missing."""
+        """Raise UserError for an option that does not exist, is missing, or is not the flag that it must be."""
         valid = f"its options are {', '.join(self.options)}" if self.options else "it takes none"
         for name in options:
             if name not in self.options:
@@ -160,11 +160,13 @@ class Fix:
         for name, one in self.options.items():
             if one.default is one.empty and name not in options:
                 raise UserError(f"fix {self.name!r} needs the option {name!r}; {valid}")
-
-
-def check_flag(fix: str, option: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise UserError(f"fix {fix!r}: {option}={value!r} is not valid; valid: true, false")
+            given = options.get(name)
+            if (
+                given is not None
+                and one.annotation in ("bool", "bool | None")
+                and not isinstance(given, bool)
+            ):
+                raise UserError(f"fix {self.name!r}: {name}={given!r} is not valid; valid: true, false")
 
 
 def check_choice(fix: str, option: str, value: Any, valid: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from oomph import gpus
 from oomph.errors import UserError
-from oomph.fixes.registry import Fix, FixContext, Target, check_flag, check_whole_number, parameter_dtype
+from oomph.fixes.registry import Fix, FixContext, Target, check_whole_number, parameter_dtype
 from oomph.prediction.allocator import AllocatorSettings
 from oomph.prediction.replay import replay
 from oomph.units import MiB
@@ -119,7 +119,6 @@ class Allocator(Fix):
 
     def settings(self, expandable_segments: bool = True, max_split_size_mb: int | None = None) -> str:
         """As PYTORCH_ALLOC_CONF takes them."""
-        check_flag(self.name, "expandable_segments", expandable_segments)
         split = max_split_size_mb
         if split is not None:
             check_whole_number(self.name, "max_split_size_mb", split, _SMALLEST_SPLIT)

@@ -73,7 +73,6 @@ class OpRow(NamedTuple):
     phase: str = ""  # "step 1 forward"
     n_allocs: int = 0
     requested: int = 0  # bytes asked for, before the allocator's rounding
-    allocs: tuple[int, ...] = ()  # each request, in order; empty when they are not known
 
 
 def short_name(op: str) -> str:
@@ -108,25 +107,9 @@ class Counters(NamedTuple):
 
 
 class CudaCounters:
-    """Reads the caching allocator's counters, and the size of every request made while recording.
+    """Reads the caching allocator's counters.
 
     They are zero before the program uses CUDA, and in processes that it forks."""
-
-    def start(self) -> None:
-        def record() -> None:
-            with contextlib.suppress(Exception):  # without it the rows only lack single sizes
-                record_memory_history("all", context=None, stacks="python")
-
-        cuda_lazy_call(record)
-
-    def stop(self) -> list[int]:
-        """The sizes of the latest requests, in order, up to now."""
-        try:
-            traces = memory_snapshot()["device_traces"][torch.cuda.current_device()]
-            record_memory_history(None)
-        except Exception:
-            return []
-        return [entry["size"] for entry in traces if entry["action"] == "alloc"]
 
     def reset_high(self) -> None:
         if torch.cuda.is_initialized():
@@ -169,7 +152,6 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.log = log
         self.counters = counters
-        self.first_alloc: list[int] = []  # per row: the counter of requests when the op began
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -182,7 +164,6 @@ class _Recorder(TorchDispatchMode):
         before = counters.read()
         result = func(*args, **kwargs)
         after = counters.read()
-        self.first_alloc.append(before.n_allocs)
         self.log.rows.append(
             OpRow(
                 op=str(func),
@@ -200,31 +181,13 @@ class _Recorder(TorchDispatchMode):
 
 @contextlib.contextmanager
 def record_ops(counters: Any = None) -> Iterator[MeasuredOps]:
-    """Log every op run inside on the GPU. The rows are complete when the block is left.
+    """Log every op run inside on the GPU.
 
     It resets the allocator's peak statistics at every op: measure peaks in another run.
     """
-    source = counters if counters is not None else CudaCounters()
     log = MeasuredOps()
-    recorder = _Recorder(log, source)
-    source.start()
-    try:
-        with recorder:
-            yield log
-    finally:
-        last = source.read().n_allocs
-        sizes = source.stop()
-        origin = last - len(sizes)
-        log.rows[:] = [
-            _with_sizes(row, sizes, first - origin)
-            for row, first in zip(log.rows, recorder.first_alloc, strict=True)
-        ]
-
-
-def _with_sizes(row: OpRow, sizes: list[int], first: int) -> OpRow:
-    """The trace lists requests in order, so the counter of requests is an index into it."""
-    mine = tuple(sizes[first : first + row.n_allocs]) if first >= 0 else ()
-    return row._replace(allocs=mine) if sum(mine) == row.requested else row
+    with _Recorder(log, counters or CudaCounters()):
+        yield log
 
 
 # ------------------------------------------------------------------------------------ the allocator's history

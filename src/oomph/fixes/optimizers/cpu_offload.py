@@ -22,7 +22,7 @@ from oomph.fixes.optimizers.conversion import (
     why_not_independent,
 )
 from oomph.fixes.optimizers.low_bit import LowBitAdam
-from oomph.fixes.registry import bytes_option, check_flag
+from oomph.fixes.registry import bytes_option
 from oomph.units import MiB
 from oomph.workload import Workload
 
@@ -52,7 +52,6 @@ class OptimizerCPUOffload(OptimizerFix):
         """`staging`: pinned memory that gradients are copied into, twice this, or twice the largest gradient
         if that is more. `independent`: the user says that an optimizer which is not torch's own updates each
         parameter independently."""
-        check_flag(self.name, "independent", independent)
         size = bytes_option(self.name, "staging", staging)
         if size < 1:
             raise UserError(f"fix {self.name!r}: staging={staging!r} is not valid; give a size such as 64MiB")

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from oomph.errors import UserError
 from oomph.fixes.optimizers.conversion import OptimizerFix, move_hooks, parameters_of, why_not_independent
-from oomph.fixes.registry import FixContext, Target, check_flag
+from oomph.fixes.registry import FixContext, Target
 from oomph.workload import Workload
 
 
@@ -30,7 +30,6 @@ class OptimizerInBackward(OptimizerFix):
     def change_workload(self, workload: Workload, *_: Any, independent: bool = False) -> Workload:
         """`independent`: the user says that an optimizer which is not torch's own updates each parameter
         independently."""
-        check_flag(self.name, "independent", independent)
         why = _why_not_at_once(workload)
         if why is not None:
             raise UserError(f"fix {self.name!r}: {why}, and a gradient is freed before the next is added")

@@ -67,7 +67,7 @@ class Optimizer8Bit(OptimizerFix):
         return _why_not(optimizer)
 
     def convert(self, optimizer: Optimizer, **options: Any) -> Optimizer:
-        return to_low_bit(optimizer, "8bit", stochastic=False, fix=self.name)
+        return LowBitAdam(optimizer, "8bit", stochastic=False, fix=self.name)
 
 
 class StochasticRounding(OptimizerFix):
@@ -99,20 +99,13 @@ class StochasticRounding(OptimizerFix):
         return replace(self.converting(workload, state=state), dtype=torch.bfloat16, autocast=None)
 
     def why_not(self, optimizer: Optimizer, **options: Any) -> str | None:
-        if isinstance(optimizer, LowBitAdam):
-            return None
-        return _why_not(optimizer)
+        return None if isinstance(optimizer, LowBitAdam) else _why_not(optimizer)
 
     def convert(self, optimizer: Optimizer, *, state: str = "bfloat16", **options: Any) -> Optimizer:
-        return to_low_bit(optimizer, state, stochastic=True, fix=self.name)
-
-
-def to_low_bit(optimizer: Optimizer, state_format: str, *, stochastic: bool, fix: str) -> Optimizer:
-    """The same optimizer as a LowBitAdam. One that already is keeps its state's format."""
-    if isinstance(optimizer, LowBitAdam):
-        optimizer.stochastic = optimizer.stochastic or stochastic
-        return optimizer
-    return LowBitAdam(optimizer, state_format, stochastic, fix)
+        if isinstance(optimizer, LowBitAdam):  # its state keeps its format
+            optimizer.stochastic = True
+            return optimizer
+        return LowBitAdam(optimizer, state, stochastic=True, fix=self.name)
 
 
 def _why_not(optimizer: Optimizer) -> str | None:
