@@ -152,7 +152,7 @@ class Fix:
         return {key: list(value) if isinstance(value, tuple) else value for key, value in complete.items()}
 
     def check_options(self, options: Mapping[str, Any]) -> None:
-        """Raise UserError for an option that does not exist, is missing, or is not the flag that it must be."""
+        """Raise UserError for an option that does not exist, is missing, or is not true or false."""
         valid = f"its options are {', '.join(self.options)}" if self.options else "it takes none"
         for name in options:
             if name not in self.options:
@@ -160,12 +160,8 @@ class Fix:
         for name, one in self.options.items():
             if one.default is one.empty and name not in options:
                 raise UserError(f"fix {self.name!r} needs the option {name!r}; {valid}")
-            given = options.get(name)
-            if (
-                given is not None
-                and one.annotation in ("bool", "bool | None")
-                and not isinstance(given, bool)
-            ):
+            is_flag, given = one.annotation in ("bool", "bool | None"), options.get(name)
+            if is_flag and not isinstance(given, bool | None):
                 raise UserError(f"fix {self.name!r}: {name}={given!r} is not valid; valid: true, false")
 
 
