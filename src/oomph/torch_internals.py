@@ -165,6 +165,9 @@ with _section():  # tensors of a class without data of its own, such as a quanti
         (torch.Tensor, "as_subclass"),
     )
 
+with _section():  # tensors that become others
+    swap_tensor_impl: Any = torch._C._swap_tensor_impl
+
 with _section():  # parameters and buffers of lazy modules
     UninitializedTensorMixin: Any = torch.nn.parameter.UninitializedTensorMixin  # type: ignore[attr-defined]
 

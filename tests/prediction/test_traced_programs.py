@@ -870,6 +870,21 @@ def test_lazy_modules_get_their_parameters_on_the_gpu_they_were_moved_to(move):
     assert lazy.peak.allocated == usual.peak.allocated > 4 * MiB
 
 
+def test_a_buffer_gets_the_data_of_its_copy_on_the_gpu():
+    """FSDP moves buffers so."""
+
+    def train():
+        layer = nn.BatchNorm1d(512)
+        layer.register_buffer("table", torch.randn(64, 512))
+        for tensor in (*layer.buffers(), *layer.parameters()):
+            tensor.data = tensor.to("cuda")
+        assert {tensor.device.type for tensor in layer.state_dict().values()} == {"cuda"}
+        return lambda: mean_square(layer, layer.table + torch.randn(64, 512, device="cuda")).backward()
+
+    made = oomph.predict(train).allocations
+    assert sum(each.kind == "buffer" for each in made) == 4
+
+
 def test_a_module_is_moved_to_the_device_and_dtype_of_a_tensor():
     def train():
         x = torch.randn(8, 512, device="cuda", dtype=torch.bfloat16)

@@ -323,8 +323,18 @@ def _setitem(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, A
 
 
 def _set_data(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    func(*args, **kwargs)
-    tracer.values.take(*args)
+    tensor, data = args
+    if isinstance(data, FakeTensor) and not isinstance(tensor, FakeTensor):  # a tensor with values
+        # torch.utils.swap_tensors refuses tensors with weak references, such as a trace has.
+        made = data.detach()
+        if isinstance(tensor, torch.nn.Parameter):
+            made = torch.nn.Parameter(made, tensor.requires_grad)
+        tensor.__class__ = type(made)
+        tensor.__dict__.update(made.__dict__)
+        internals.swap_tensor_impl(tensor, made)
+    else:
+        func(tensor, data)
+    tracer.values.take(tensor, data)
 
 
 # What programs ask most often, and what needs no handling.
