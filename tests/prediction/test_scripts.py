@@ -598,6 +598,17 @@ optimizer.step()
     assert "Failed to record" not in capfd.readouterr().err
 
 
+def test_the_profiler_finds_modules_in_its_stacks(predicted):
+    source = """
+from torch.profiler import ProfilerActivity, profile
+with profile(activities=[ProfilerActivity.CPU], with_stack=True) as profiler:
+    train(8)
+assert any("nn.Module: Linear" in event.name for event in profiler.events())
+optimizer.step()
+"""
+    assert predicted(MODEL + STEPS + source, steps=4).peak.allocated
+
+
 def test_gradients_of_autograd_grad_train_a_model(predicted):
     source = """
 optimizer = torch.optim.Adam(model.parameters())

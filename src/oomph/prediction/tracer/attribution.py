@@ -294,44 +294,45 @@ class ModuleStack:
         `call_root` makes the calls of modules that are inside no other, `before_root` runs before them;
         `call_block` makes those of repeated blocks that are inside no other block.
         """
-        call = nn.Module.__call__
+        call, stack = nn.Module.__call__, self
 
-        def followed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # torch's profiler looks for the module by this name.
+        def followed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() not in threads:
-                return call(module, *args, **kwargs)
-            if id(module) not in self._names:
-                guard.call("module path", type(module).__name__, lambda: self.name(module), lambda: None)
-            path = self._names.get(id(module), "")
-            run = self._blocks.get(id(module))
+                return call(self, *args, **kwargs)
+            if id(self) not in stack._names:
+                guard.call("module path", type(self).__name__, lambda: stack.name(self), lambda: None)
+            path = stack._names.get(id(self), "")
+            run = stack._blocks.get(id(self))
             siblings = None if run is None else _living(run)
-            outermost = siblings is not None and not self._inside_block
+            outermost = siblings is not None and not stack._inside_block
             if siblings is not None:
-                self._mark(f"enter {path}")
-            self._stack.append(path)
-            is_loss = _is_loss(module)
-            self._losses += is_loss
+                stack._mark(f"enter {path}")
+            stack._stack.append(path)
+            is_loss = _is_loss(self)
+            stack._losses += is_loss
             try:
-                if len(self._stack) == 1:
-                    self._last_called, self._last_training = id(module), bool(module.training)
-                    self._called[self._last_training].add(id(module))
-                    self._calls_by_root.clear()
+                if len(stack._stack) == 1:
+                    stack._last_called, stack._last_training = id(self), bool(self.training)
+                    stack._called[stack._last_training].add(id(self))
+                    stack._calls_by_root.clear()
                     before_root()
-                    return call_root(call, module, args, kwargs)
+                    return call_root(call, self, args, kwargs)
                 if outermost:
-                    self._inside_block = True
-                    return call_block(call, module, siblings, path, args, kwargs)
-                if len(self._stack) == 2 and not torch.is_grad_enabled():
-                    self._calls_by_root[id(module)] += 1
-                    if self._calls_by_root[id(module)] > _FEW_CALLS:
-                        return call_root(call, module, args, kwargs)
-                return call(module, *args, **kwargs)
+                    stack._inside_block = True
+                    return call_block(call, self, siblings, path, args, kwargs)
+                if len(stack._stack) == 2 and not torch.is_grad_enabled():
+                    stack._calls_by_root[id(self)] += 1
+                    if stack._calls_by_root[id(self)] > _FEW_CALLS:
+                        return call_root(call, self, args, kwargs)
+                return call(self, *args, **kwargs)
             finally:
-                self._stack.pop()
-                self._losses -= is_loss
-                self._inside_block &= not outermost
-                self.completed += not self._stack
+                stack._stack.pop()
+                stack._losses -= is_loss
+                stack._inside_block &= not outermost
+                stack.completed += not stack._stack
                 if siblings is not None:
-                    self._mark(f"exit {path}")
+                    stack._mark(f"exit {path}")
 
         boundary.module_call = followed.__code__
         patches.set(nn.Module, "__call__", followed)
