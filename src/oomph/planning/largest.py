@@ -1,4 +1,4 @@
-"""The largest batch or the longest sequence with which a step fits."""
+"""The largest batch or the longest sequence with which a step fits; and how many cards it needs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import NamedTuple
 from oomph import gpus
 from oomph.errors import ProgramError, UserError
 from oomph.fixes.application import apply
+from oomph.gpus import GPU
+from oomph.parallel import Parallel
 from oomph.prediction import predict
-from oomph.records import Plan, Progress
+from oomph.records import Peak, Plan, Progress
 from oomph.workload import Workload
 
 _NAMES = {
@@ -86,3 +88,43 @@ def _next_size(reserved: dict[int, int], low: int, high: int, limit: int) -> int
     slope = (reserved[other] - reserved[low]) / (other - low)
     size = low + int((limit - reserved[low]) / slope) if slope > 0 else 16 * low
     return min(max(low + 1, size), high - 1 if high else 16 * low)
+
+
+# How many cards -----------------------------------------------------------------------------------------
+
+_MOST_RANKS = 1024
+_NO_LESS = 0.99  # x the peak of half as many ranks: more of them change nothing
+
+
+class RankTrial(NamedTuple):
+    """One rank of so many. The batch is that of one rank."""
+
+    ranks: int
+    peak: Peak
+    fits: bool
+    sent: int  # bytes to other ranks in a step
+    step_seconds: float | None
+
+
+def ranks_needed(
+    workload: Workload, gpu: str | GPU, max: str | int | None, progress: Progress
+) -> list[RankTrial]:
+    """The step as one of 1, 2, 4, ... ranks of FSDP2. The last one fits, unless no number of them is enough.
+
+    From some number on, what is left are activations and the gathered blocks, which FSDP2 does not divide.
+    """
+    if workload.parallel is not None:
+        raise UserError("the step is already spread over ranks; give the step of one process")
+    tried: list[RankTrial] = []
+    ranks = 1
+    while ranks <= _MOST_RANKS:
+        progress(f"predicting one of {ranks} ranks", None)
+        spread = workload if ranks == 1 else replace(workload, parallel=Parallel(ranks))
+        found = predict(spread, gpu=gpu, max=max, search=False)
+        fits = found.fits is True
+        tried.append(RankTrial(ranks, found.peak, fits, found.work.sent, found.step_seconds))
+        settled = len(tried) > 2 and found.peak.device >= _NO_LESS * tried[-2].peak.device
+        if fits or settled:
+            break
+        ranks *= 2
+    return tried
