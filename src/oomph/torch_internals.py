@@ -165,6 +165,9 @@ with _section():  # tensors of a class without data of its own, such as a quanti
         (torch.Tensor, "as_subclass"),
     )
 
+with _section():  # the graph of a model, for counters of FLOPs
+    GET_TRACE_GRAPH: tuple[Any, str] = (torch.jit, "_get_trace_graph")
+
 with _section():  # tensors that become others
     swap_tensor_impl: Any = torch._C._swap_tensor_impl
 

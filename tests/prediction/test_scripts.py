@@ -609,6 +609,15 @@ optimizer.step()
     assert predicted(MODEL + STEPS + source, steps=4).peak.allocated
 
 
+def test_a_counter_of_flops_gets_a_graph_without_ops(predicted):
+    source = """
+graph, out = torch.jit._get_trace_graph(model, (torch.randn(2, 256, device="cuda"),))
+assert not list(graph.nodes()) and out.shape[0] == 2
+train(8)
+"""
+    assert predicted(MODEL + STEPS + source).peak.allocated
+
+
 def test_gradients_of_autograd_grad_train_a_model(predicted):
     source = """
 optimizer = torch.optim.Adam(model.parameters())

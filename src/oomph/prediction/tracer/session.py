@@ -337,7 +337,12 @@ def _run_compiled(patches: Patches, tracer: Tracer, placement: PlacementMode) ->
             return SimpleNamespace(graph=torch.Graph(), named_modules=program.named_modules)
         return program
 
+    def get_trace_graph(program: Any, args: Any = (), kwargs: Any = None, *_: Any, **__: Any) -> Any:
+        """An empty graph: what fvcore counts in it is printed, and takes no memory."""
+        return torch.Graph(), program(*(args if isinstance(args, tuple) else (args,)), **(kwargs or {}))
+
     patches.set(torch, "compile", compile)
+    patches.set(*internals.GET_TRACE_GRAPH, get_trace_graph)
     patches.set(torch.jit, "script", script)
     patches.set(torch.jit, "trace", trace)
     callback = internals.compiled_frame_callback()  # of what was compiled before the trace
