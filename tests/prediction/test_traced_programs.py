@@ -870,6 +870,19 @@ def test_lazy_modules_get_their_parameters_on_the_gpu_they_were_moved_to(move):
     assert lazy.peak.allocated == usual.peak.allocated > 4 * MiB
 
 
+def test_lazy_modules_are_copied_and_loaded_before_their_first_call():
+    def train():
+        model = nn.LazyLinear(1024).cuda()
+        average = copy.deepcopy(model)
+        average.load_state_dict(model.state_dict())
+        x = torch.randn(8, 2048, device="cuda")
+        return lambda: mean_square(model, x + average(x).mean()).backward()
+
+    found = oomph.predict(train)
+    assert sum(each.kind == "parameter" for each in found.allocations) == 4
+    assert not found.batch
+
+
 def test_a_buffer_gets_the_data_of_its_copy_on_the_gpu():
     """FSDP moves buffers so."""
 

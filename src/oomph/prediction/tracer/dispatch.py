@@ -699,7 +699,8 @@ class DispatchMode(TorchDispatchMode):
 
     def _copy_into_real(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         """A copy of a fake tensor into real memory, which is not counted. Representative values arrive."""
-        return target.copy_(self.tracer.values.whole(source))
+        is_lazy = not isinstance(source, FakeTensor)  # both are, and empty
+        return target.copy_(source if is_lazy else self.tracer.values.whole(source))
 
 
 # Set after the class is made: TorchDispatchMode wraps the method of a class body to keep the compiler out, at

@@ -841,6 +841,12 @@ def _materialize_lazy_parameters(patches: Patches, tracer: Tracer) -> None:
         _swap(tracer, tensor, made)
 
     patches.set(internals.UninitializedTensorMixin, "materialize", materialize)
+    copied = nn.UninitializedParameter.__deepcopy__
+
+    def deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
+        return make_lazy_like(tracer, copied(tensor, memo), tensor)
+
+    patches.set(nn.UninitializedParameter, "__deepcopy__", deepcopy)
 
 
 def _keep_function_mode_on(patches: Patches) -> None:

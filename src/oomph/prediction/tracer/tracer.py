@@ -658,7 +658,7 @@ class Tracer:
         return source.dim() > 0 and self.phase == "forward" and not held and not self.modules.inside_model
 
     def record_move(self, source: torch.Tensor) -> None:
-        if self.is_batch(source):
+        if source.numel() and self.is_batch(source):
             dtype = str(source.dtype).removeprefix("torch.")
             self.moved[BatchTensor("", tuple(source.shape), dtype)] = None
 
