@@ -8,7 +8,6 @@ import random
 import resource
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy
 import pytest
@@ -254,16 +253,6 @@ def test_settings_that_the_program_makes_end_with_the_trace():
     assert torch.get_autocast_dtype("cuda") == torch.float16
     assert torch.autocast_increment_nesting() == 1
     torch.autocast_decrement_nesting()
-
-
-def test_threads_of_the_program_use_the_fake_gpu():
-    def program():
-        with ThreadPoolExecutor(2) as pool:
-            made = list(pool.map(lambda size: torch.empty(size << 20, device="cuda"), [1, 2]))
-        assert all(each.is_cuda for each in made)
-        torch.ones(4).to("cuda")
-
-    assert oomph.predict(program).peak.allocated == 4 * (3 << 20) + 512
 
 
 def test_a_watched_library_may_be_missing_and_may_be_looked_up_before_its_import(tmp_path, monkeypatch):

@@ -63,32 +63,6 @@ def test_one_token_has_nothing_to_predict():
     assert out.auxiliary_loss is None
 
 
-def test_dropped_tokens_make_training_random_and_evaluation_not():
-    torch.manual_seed(0)
-    model, ids = TINY.build(), tokens(64, 2, 20)
-    assert not torch.equal(model(ids).logits, model(ids).logits)
-    model.eval()
-    assert torch.equal(model(ids).logits, model(ids).logits)
-
-
-@pytest.mark.parametrize("gate", ["spiking", "kimi"])
-def test_every_mode_and_chunk_size_computes_the_same(gate):
-    results = []
-    for mode, size in (("sequential", 16), ("chunked", 16), ("auto", None), ("scan", 5)):
-        torch.manual_seed(0)
-        config = replace(NO_DROP, gate=gate, kda_mode=mode, kda_memory_chunk_size=size)
-        with torch.no_grad():
-            results.append(config.build().double()(tokens(64, 1, 33)).logits)
-    for other in results[1:]:
-        torch.testing.assert_close(other, results[0])
-
-
-def test_the_naive_form_makes_every_transition_at_once():
-    with torch.device("meta"):
-        block = NaiveHatchling(PRESETS["hn_xs"]).layers[0].attention.inner
-    assert (block.mode, block.memory_chunk_size) == ("scan", 1024)
-
-
 def _forward_of_one_layer(mode, size):
     def forward():
         shape = (REPORT.batch, REPORT.tokens, 8)

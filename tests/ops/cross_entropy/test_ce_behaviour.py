@@ -177,17 +177,6 @@ def test_from_linear_shares_the_parameters(bias):
         LinearCrossEntropyLoss.from_linear(nn.utils.parametrizations.weight_norm(linear))
 
 
-def test_it_can_be_made_without_memory_and_filled_later():
-    with torch.device("meta"):
-        loss = LinearCrossEntropyLoss(6, 13, bias=True, memory_budget="64MiB", label_smoothing=0.1)
-    assert loss.weight.is_meta
-    assert LinearCrossEntropyLoss(6, 13, device="meta").weight.is_meta
-    loss = loss.to_empty(device="cpu")
-    loss.reset_parameters()
-    case = inputs(20, dtype=torch.float32)
-    assert loss(case.x, case.target).isfinite()
-
-
 def test_class_weights_move_with_the_module_and_are_not_saved():
     loss = LinearCrossEntropyLoss(6, 13, class_weight=torch.ones(13)).double()
     assert loss.class_weight.dtype == torch.float64

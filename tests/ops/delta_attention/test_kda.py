@@ -6,23 +6,9 @@ from checks import relative_error, saved_beside
 from kda_inputs import NAMES, half, inputs, outcome
 
 import oomph
-from oomph.errors import ArgumentError
 from oomph.ops.common import explain
 from oomph.ops.delta_attention import kda, precompute_updates
 from oomph.units import KiB, MiB
-
-
-@pytest.mark.parametrize("mode", ["auto", "chunked", "sequential", "scan"])
-@pytest.mark.parametrize("empty", ["tokens", "batch", "heads"])
-def test_empty_inputs_return_the_initial_state(mode, empty):
-    sizes = {"batch": 2, "tokens": 5, "heads": 2, empty: 0}
-    given = {name: x.requires_grad_() for name, x in inputs(**sizes).items()}
-    o, state = kda(**given, mode=mode)
-    assert o.shape == given["v"].shape
-    assert torch.equal(state, given["initial_state"])
-    (o.sum() + 3 * state.sum()).backward()
-    assert (given["initial_state"].grad == 3).all()
-    assert kda(*(given[name] for name in NAMES[:5]))[1].sum() == 0
 
 
 def test_packed_sequences_without_tokens_return_their_states():
@@ -85,16 +71,6 @@ def test_one_of_the_results_may_be_unused(result):
             assert not found[name].grad.any()
         else:
             torch.testing.assert_close(found[name].grad, expected)
-
-
-def test_second_derivatives_are_refused_by_chunks_and_supported_by_the_sequential_mode():
-    given = leaves(inputs(1, 5))
-    o = kda(**given, mode="chunked")[0]
-    with pytest.raises(ArgumentError, match="twice"):
-        torch.autograd.grad(o.sum(), given["k"], create_graph=True)
-    (grad,) = torch.autograd.grad(kda(**given, mode="sequential")[0].sum(), given["k"], create_graph=True)
-    grad.sum().backward()
-    assert given["v"].grad.abs().sum() > 0
 
 
 def test_autocast_makes_the_output_half_precision_and_not_the_state():

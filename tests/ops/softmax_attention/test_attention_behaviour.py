@@ -60,15 +60,6 @@ def test_entry_without_keys_gets_zeros_and_gives_zero_gradients(impl, causal):
     assert torch.all(k.grad[1, :, 5:] == 0)
 
 
-def test_left_padding_with_causality_leaves_the_first_queries_without_keys():
-    q, k, v = qkv()
-    mask = torch.ones(2, 12, dtype=torch.bool)
-    mask[0, :4] = False
-    out = attention(q, k, v, causal=True, key_mask=mask)
-    assert torch.all(out[0, :, :4] == 0)
-    torch.testing.assert_close(out, reference(q, k, v, causal=True, key_mask_BK=mask))
-
-
 def test_bias_of_minus_infinity_is_a_mask():
     q, k, v = qkv()
     bias = torch.zeros(12, 12)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from checks import relative_error, saved_beside
+from checks import relative_error
 from kernel_device import DEVICE
 
 import oomph
@@ -150,13 +150,6 @@ def test_a_decay_of_0_or_1(decay):
 
 
 # In larger programs ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("impl", FAST)
-def test_saved_for_backward_is_the_size_of_the_drive(impl):
-    drive = normal(1, 8, 16, dtype=torch.bfloat16).requires_grad_()
-    (slope,) = saved_beside([drive], lambda: lif_gate(drive, impl=impl, **NEURON))
-    assert slope.untyped_storage().nbytes() == drive.nbytes
 
 
 def test_the_predicted_memory_is_that_of_its_tensors():

@@ -6,7 +6,6 @@ from checks import relative_error
 from kernel_device import DEVICE, HALF
 from scan_inputs import inputs, results, worst_error
 
-from oomph.ops.common import explain
 from oomph.ops.state_space import autograd, selective_scan
 
 pytest.importorskip("triton")
@@ -87,11 +86,6 @@ def test_softplus_is_accurate_for_large_and_small_deltas():
     y = selective_scan(**given, B=ones, C=ones, delta_softplus=True, impl="triton")
     right = torch.nn.functional.softplus(raw.double())
     torch.testing.assert_close(y.view(-1).double(), right, rtol=1e-6, atol=0)
-
-
-def test_chunk_size_is_rounded_up():
-    given = {name: each.to(DEVICE, torch.float32) for name, each in inputs().items()}
-    assert explain(selective_scan, **given, impl="triton", chunk_size=9).settings == {"chunk_size": 16}
 
 
 LARGE = [
