@@ -379,6 +379,12 @@ def test_a_program_may_ask_git_and_start_others_only_if_allowed(folder):
         oomph.predict(touch, allow=["everything"])
 
 
+def test_a_subprocess_has_the_environment_that_the_program_sees(folder, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    started = """subprocess.run('test "$CUDA_VISIBLE_DEVICES" = 3', shell=True, check=True)"""
+    oomph.predict(made(started), allow=["subprocesses"])
+
+
 @pytest.fixture
 def terminal():
     """The standard input of this process."""

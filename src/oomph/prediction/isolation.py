@@ -472,6 +472,7 @@ def _isolate(scratch: str, allow: Collection[str]) -> None:
         if name in sys.modules:
             vars(sys.modules[name])["mp"] = None
     os.putenv("CUDA_VISIBLE_DEVICES", "")  # for the driver; the program sees what it was started with
+    _give_subprocesses_the_environment()
     warnings.filterwarnings("ignore", "CUDA initialization")  # a real GPU is out of reach here
     warnings.filterwarnings("ignore", module=r"oomph\.prediction")  # torch's, at lines of ours
     _replace_mpi()
@@ -520,6 +521,19 @@ def _refuse_spawn(path: Any, args: Any, passfds: Any) -> NoReturn:
         "a predicted program cannot spawn Python processes (--allow-subprocesses permits it); "
         "use the fork start method of multiprocessing"
     )
+
+
+def _give_subprocesses_the_environment() -> None:
+    """Without `env`, they would get that of the driver."""
+    begin = subprocess.Popen.__init__
+
+    @functools.wraps(begin)
+    def begin_with_environment(self: Any, *args: Any, **kwargs: Any) -> None:
+        if len(args) <= 10 and kwargs.get("env") is None:
+            kwargs["env"] = os.environ
+        begin(self, *args, **kwargs)
+
+    subprocess.Popen.__init__ = begin_with_environment  # type: ignore[method-assign]
 
 
 def _fail_shell_commands() -> None:
