@@ -565,6 +565,23 @@ def test_a_loop_that_two_conditions_end_is_left(bounds):
 
 
 @in_process
+def test_a_loop_is_not_left_at_once_where_it_runs_again():
+    rounds = []
+
+    def program():
+        x = torch.randn(64, 64, device="cuda", requires_grad=True)
+        for _ in range(2):
+            for done in range(10**6):
+                if x.detach().abs().max() < 0 and done < 10**5:
+                    break
+            rounds.append(done)
+        x.sum().backward()
+
+    oomph.predict(program)
+    assert rounds == [100, 100]
+
+
+@in_process
 def test_a_line_with_two_conditions_is_not_answered_for_the_wrong_one():
     def program():
         x, rounds = torch.randn(512, 512, device="cuda", requires_grad=True), 0

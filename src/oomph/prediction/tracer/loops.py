@@ -12,8 +12,10 @@ import ast
 import contextlib
 import functools
 import linecache
+import math
 import sys
 from collections.abc import Callable, Collection, Iterator
+from types import FrameType
 from typing import Any, NamedTuple
 
 from oomph.records import Note, Site
@@ -38,14 +40,14 @@ class Answered(NamedTuple):
 
 class _Asked(NamedTuple):
     """The last answer of a line, how often in a row, and the bytes allocated then, in one execution of the
-    loop's function: the next execution starts its loop again. `leaving`: how many further conditions of the
-    line get the answer that ends the loop, which is being left."""
+    loop's function: the next execution starts its loop again. `left_at`: where in the bytecode the answer was
+    given that ends the loop. Conditions behind it get it too, as b in `if a and b: break`."""
 
     answer: Any = None
     repeated: int = 0
     allocated: int = 0
     execution: object = None
-    leaving: int = 0
+    left_at: float = math.inf
 
 
 class Loops:
@@ -65,8 +67,10 @@ class Loops:
         """The program reads a guess at this line."""
         end = _loop_ends(site.file).get(site.line)
         before = self._last(site)
-        if before.leaving and end is not None:
-            self._asked[site.file, site.line] = before._replace(leaving=before.leaving - 1)
+        frame = _frame(site)
+        place = math.inf if frame is None else frame.f_lasti
+        if before.left_at < place and end is not None and end.goes_on is not None:
+            self._asked[site.file, site.line] = before._replace(left_at=place)
             return Answered(not end.goes_on, 1, False, False, False)
         grew = self._allocated() > before.allocated
         ends = end is not None and end.goes_on is not None and value is (not end.goes_on)
@@ -80,8 +84,7 @@ class Loops:
         else:
             most = _ROUNDS["typical"] if self._sizes == "fewest" and grew else _MOST_ASKED
         if repeated > most:
-            leaving = end.together - 1 if end is not None else 0
-            self._asked[site.file, site.line] = _Asked(execution=before.execution, leaving=leaving)
+            self._asked[site.file, site.line] = _Asked(execution=before.execution, left_at=place)
             self._leave(site, repeated, grew)
         halved = min(repeated - _ROUNDS[self._sizes], _MOST_HALVED)
         halves = end is not None and end.of_number and isinstance(value, float) and halved > 0
@@ -93,7 +96,7 @@ class Loops:
         """How often in a row the line got this answer."""
         last = self._last(site)
         end = _loop_ends(site.file).get(site.line)
-        if end is not None and end.together > 1 and value is not end.goes_on:  # the other conditions decide
+        if end is not None and end.together and value is not end.goes_on:  # the other conditions decide
             return last.repeated
         repeated = last.repeated + 1 if last.answer == value or not isinstance(value, bool) else 1
         self._asked[site.file, site.line] = _Asked(value, repeated, self._allocated(), last.execution)
@@ -128,28 +131,31 @@ class Loops:
             self.cut.append(Note(text, site))
 
 
+def _frame(site: Site) -> FrameType | None:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (frame.f_lineno != site.line or frame.f_code.co_filename != site.file):
+        frame = frame.f_back
+    return frame
+
+
 def _execution(site: Site) -> object:
     """What the line's frame is marked with: ids of frames are used again. The mark is in the place of a
     function for sys.settrace, which only debuggers use."""
-    frame = sys._getframe(1)
-    while frame.f_lineno != site.line or frame.f_code.co_filename != site.file:
-        if frame.f_back is None:
-            return None
-        frame = frame.f_back
-    if frame.f_trace is None:
+    frame = _frame(site)
+    if frame is not None and frame.f_trace is None:
         frame.f_trace = lambda *event: None
-    return frame.f_trace
+    return None if frame is None else frame.f_trace
 
 
 class _LoopEnd(NamedTuple):
     """A condition that can end a loop: with which answer the loop goes on, and whether it is asked after a
-    round, not before. Outside a loop, `if condition: return` may end one of a caller. `together`: how many
+    round, not before. Outside a loop, `if condition: return` may end one of a caller. `together`: several
     conditions have to agree for the loop to end, as in `if a and b: break`."""
 
     goes_on: bool | None  # None: either, as in `if not a and b: break`, whose line asks for both
     after_round: bool
     in_loop: bool
-    together: int = 1
+    together: bool = False
     of_number: bool = False  # not the condition, but a number that it compares: `error = x.max().item()`
 
 
@@ -159,20 +165,20 @@ def _loop_ends(file: str) -> dict[int, _LoopEnd]:
     that assign to a name which such a condition of the loop around them has."""
     found: dict[int, _LoopEnd] = {}
 
-    def state(test: ast.expr, goes_on: bool, after_round: bool, in_loop: bool, together: int = 1) -> None:
+    def state(
+        test: ast.expr, goes_on: bool, after_round: bool, in_loop: bool, together: bool = False
+    ) -> None:
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             state(test.operand, not goes_on, after_round, in_loop, together)
         elif isinstance(test, ast.BoolOp):
-            if isinstance(test.op, ast.Or) is goes_on:
-                together += len(test.values) - 1
+            together |= isinstance(test.op, ast.Or) is goes_on
             for operand in test.values:
                 state(operand, goes_on, after_round, in_loop, together)
         else:
             for line in range(test.lineno, (test.end_lineno or test.lineno) + 1):
                 either = line in found and found[line].goes_on is not goes_on
-                found[line] = _LoopEnd(
-                    None if either else goes_on, after_round, in_loop, 1 if either else together
-                )
+                answer = None if either else goes_on
+                found[line] = _LoopEnd(answer, after_round, in_loop, together and not either)
 
     def visit(node: ast.AST, in_loop: bool) -> None:
         for child in ast.iter_child_nodes(node):
