@@ -76,19 +76,17 @@ UNKNOWN_MULTIPROCESSORS = 132
 # MiB that a process of torch takes beside its allocator once cuBLAS has run: the driver's context and the
 # kernels loaded so far. Only Hopper's was measured. The others are our estimates, set between what torch's
 # users and developers commonly state for CUDA 11.7 and later (300 to 600 MiB) and, for Blackwell, Hopper's.
-_ESTIMATE = "estimated: not measured on this generation"
-_CONTEXT: dict[Capability, tuple[int, str]] = {
-    (6, 0): (300, _ESTIMATE),
-    (6, 1): (250, _ESTIMATE),
-    (7, 0): (350, _ESTIMATE),
-    (7, 5): (300, _ESTIMATE),
-    (8, 0): (450, _ESTIMATE),
-    (8, 6): (350, _ESTIMATE),
-    (8, 9): (400, _ESTIMATE),
-    (9, 0): (768, "measured: 751 to 771 MiB over eight workloads, H200, torch 2.11, CUDA 13"),
-    (10, 0): (800, _ESTIMATE),
-    (10, 3): (800, _ESTIMATE),
-    (12, 0): (550, _ESTIMATE),
+_CONTEXT: dict[Capability, float] = {
+    (6, 0): 300,
+    (6, 1): 250,
+    (7, 0): 350,
+    (7, 5): 300,
+    (8, 0): 450,
+    (8, 6): 350,
+    (8, 9): 400,
+    (9, 0): 768,  # 751 to 771 MiB over eight workloads, H200, torch 2.11, CUDA 13
+    (10, 0): 800,
+    (12, 0): 550,
 }
 
 # The rate of float64 products relative to float32 outside the tensor cores, from the vendor's data sheets and
@@ -199,9 +197,7 @@ def _of_generation(table: dict[Capability, float], capability: Capability) -> fl
 
 
 def _context(capability: Capability) -> int:
-    """The context of a generation, or of the nearest older one."""
-    known = [c for c in _CONTEXT if c <= capability] or [UNKNOWN_CAPABILITY]
-    return _CONTEXT[max(known)][0] * MiB
+    return int(_of_generation(_CONTEXT, capability) * MiB)
 
 
 _CATALOGUE = tuple(

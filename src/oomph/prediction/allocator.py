@@ -202,7 +202,7 @@ class CachingAllocator:
         if block.recorded:
             self._waiting.append(block)
         else:
-            self._return(block)
+            return_to_pool(block)
 
     def synchronize(self) -> None:
         """All streams have done their work. (torch queries the events of such blocks at every request: how
@@ -210,23 +210,7 @@ class CachingAllocator:
         waiting, self._waiting = self._waiting, []
         for block in waiting:
             block.recorded = False
-            self._return(block)
-
-    def _return(self, block: Block) -> None:
-        block.allocated = False
-        if block.size == 0:
-            return
-        pool = block.pool
-        before = block.prev
-        if before is not None and not before.allocated:
-            pool.remove(before)
-            absorb_next(before)
-            block = before
-        after = block.next
-        if after is not None and not after.allocated:
-            pool.remove(after)
-            absorb_next(block)
-        pool.add(block)
+            return_to_pool(block)
 
     def empty_cache(self) -> int:
         """Give back every segment without an allocated block, as torch.cuda.empty_cache does: how many."""
@@ -302,6 +286,25 @@ class CachingAllocator:
         block = Block(0, 0, Pool(0, None))
         block.allocated = True
         return block
+
+
+def return_to_pool(block: Block) -> Block:
+    """The free block that it becomes, joined with the free ones next to it."""
+    block.allocated = False
+    if block.size == 0:
+        return block
+    pool = block.pool
+    before = block.prev
+    if before is not None and not before.allocated:
+        pool.remove(before)
+        absorb_next(before)
+        block = before
+    after = block.next
+    if after is not None and not after.allocated:
+        pool.remove(after)
+        absorb_next(block)
+    pool.add(block)
+    return block
 
 
 def absorb_next(block: Block) -> None:
@@ -415,7 +418,7 @@ class _Arena(Pool):
 
     def map(self, gap: Block, size: int) -> Block:
         """The first `size` bytes of a gap become a free block, joined with the free blocks next to it."""
-        self._remove_gap(gap)
+        self.gaps.remove(gap)
         block = Block(gap.address, size, self, gap.prev, gap)
         self._link(block)
         gap.address += size
@@ -424,7 +427,7 @@ class _Arena(Pool):
             self._add_gap(gap)
         else:
             absorb_next(block)
-        return self._add_joined(block)
+        return return_to_pool(block)
 
     def unmap(self, block: Block) -> tuple[int, int]:
         """Whole pages of a free block become a gap; returns where, and how many bytes."""
@@ -448,12 +451,12 @@ class _Arena(Pool):
         block.allocated, block.mapped = True, False
         before = block.prev
         if before is not None and not before.mapped:
-            self._remove_gap(before)
+            self.gaps.remove(before)
             absorb_next(before)
             block = before
         following = block.next
         if following is not None and not following.mapped:
-            self._remove_gap(following)
+            self.gaps.remove(following)
             absorb_next(block)
         self._add_gap(block)
         return start, end - start
@@ -462,26 +465,11 @@ class _Arena(Pool):
         following = block.next
         return block.size + (following.size if following is not None and not following.mapped else 0)
 
-    def _add_joined(self, block: Block) -> Block:
-        before, after = block.prev, block.next
-        if before is not None and not before.allocated:
-            self.remove(before)
-            absorb_next(before)
-            block = before
-        if after is not None and after.size and not after.allocated:
-            self.remove(after)
-            absorb_next(block)
-        self.add(block)
-        return block
-
     def _link(self, block: Block) -> None:
         if block.prev is not None:
             block.prev.next = block
         if block.next is not None:
             block.next.prev = block
-
-    def _remove_gap(self, gap: Block) -> None:
-        self.gaps.remove(gap)
 
     def _add_gap(self, gap: Block) -> None:
         insort(self.gaps, gap, key=lambda one: one.address)
