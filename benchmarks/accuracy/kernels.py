@@ -6,6 +6,8 @@
     python -m benchmarks.accuracy.kernels convolutions --table --out FILE.csv.gz    # for predictions
     python -m benchmarks.accuracy.kernels convolutions --search --out FILE          # what the search takes
     python -m benchmarks.accuracy.kernels convolutions --any --out FILE             # of any shape
+    python -m benchmarks.accuracy.kernels convolutions --products --out FILE        # with kernels of 1 x 1
+    python -m benchmarks.accuracy.kernels convolutions --refused --out FILE         # without memory for them
     python -m benchmarks.accuracy.kernels compare-convolutions [FILE]   # anywhere
 
 Whole models hide a kernel's temporaries behind larger tensors; here each is alone.
@@ -518,17 +520,19 @@ def convolution_table() -> list[dict[str, Any]]:
 ANY = ("x", "w", "stride", "padding", "dilation", "groups", "transposed", "dtype", "channels_last")
 ANY_CHANNELS = (1, 3, 8, 16, 24, 32, 40, 64, 80, 96, 112, 128, 192, 256, 320, 512, 768, 1024)
 ANY_WIDTHS = {1: (1, 2, 3, 3, 4, 5, 7, 9, 15), 2: (1, 2, 3, 3, 3, 4, 5, 7), 3: (1, 2, 3, 3, 4)}
+FREE = 24 << 20
 LONGEST = {1: 12, 2: 9, 3: 6}  # powers of two
 
 
-def any_convolutions(count: int) -> list[dict[str, Any]]:
-    """A sample of shapes, always the same: oblong images and kernels, groups, dilation, transposed ones."""
+def any_convolutions(count: int, products: bool = False) -> list[dict[str, Any]]:
+    """A sample of shapes, always the same: oblong images and kernels, groups, dilation, transposed ones.
+    With `products`, all kernels are 1 x 1."""
     draw, cases = random.Random(0), list[dict[str, Any]]()
     while len(cases) < count:
         rank = draw.choice((1, 2, 2, 3))
         side = 2 ** draw.uniform(2, LONGEST[rank])
         image = [max(1, int(side * 2 ** draw.choice((0, 0, 0, -0.5, 0.7)))) for _ in range(rank)]
-        width = [draw.choice(ANY_WIDTHS[rank])] * rank
+        width = [1 if products else draw.choice(ANY_WIDTHS[rank])] * rank
         if rank == 2 and draw.random() < 0.1:
             width[draw.randrange(2)] = 1
         groups = draw.choice((2, 4, 16, 32)) if draw.random() < 0.1 else 1
@@ -576,21 +580,42 @@ def convolution_calls(case: dict[str, Any], device: str) -> list[tuple[Any, tupl
     return [(forward, (x, w, *geometry)), *((backward, (gradient, x, w, *geometry, mask)) for mask in masks)]
 
 
-def measure_convolutions(out: Path, cases: list[dict[str, Any]]) -> None:
-    """The bytes that each pass requests beyond its result: cuDNN's workspace."""
+def largest_workspaces(count: int) -> list[dict[str, Any]]:
+    """Of the measured convolutions, those whose passes take the most."""
+    rows = list(csv.DictReader((RESULTS / "convolutions_h200.csv").open()))
+    rows.sort(key=lambda row: min(int(row[name]) for name in PASSES), reverse=True)
+    return [{name: row[name] for name in COLUMNS} for row in rows[:count]]
+
+
+def leave_free(size: int) -> None:
+    """Let this process reserve so many bytes more than it has allocated."""
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + size) / total)
+
+
+def measure_convolutions(out: Path, cases: list[dict[str, Any]], refused: bool = False) -> None:
+    """The bytes that each pass requests beyond its result: cuDNN's workspace. With `refused`, FREE bytes
+    are free beyond the result; a pass that fails has -1."""
     with gzip.open(out, "wt") if out.suffix == ".gz" else out.open("w") as file:
         writer = csv.DictWriter(file, [*cases[0], *PASSES], lineterminator="\n")
         writer.writeheader()
         for case in cases:
             found = []
-            for op, arguments in convolution_calls(case, "cuda"):
+            calls = convolution_calls(case, "cuda")
+            like_results = calls[1][1][:3]  # the output's gradient, input and weight
+            for (op, arguments), result in zip(calls, like_results, strict=True):
                 before = torch.cuda.memory_stats()["requested_bytes.all.current"]
                 torch.cuda.reset_peak_memory_stats()
-                made = op(*arguments)
-                peak = torch.cuda.memory_stats()["requested_bytes.all.peak"]
-                results = [made] if isinstance(made, torch.Tensor) else [r for r in made if r is not None]
-                found.append(peak - before - results[0].nbytes)
-                del made, results
+                if refused:
+                    leave_free(result.nbytes + FREE)
+                try:
+                    op(*arguments)
+                    peak = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+                    found.append(peak - before - result.nbytes)
+                except torch.OutOfMemoryError:
+                    found.append(-1)
+                torch.cuda.set_per_process_memory_fraction(1.0)
             writer.writerow(case | dict(zip(PASSES, found, strict=True)))
 
 
@@ -635,6 +660,8 @@ def main() -> None:
     convolutions.add_argument("--count", type=int, default=1200)
     convolutions.add_argument("--table", action="store_true", help="the cases that predictions use")
     convolutions.add_argument("--any", action="store_true", help="of any shape, in one to three dimensions")
+    convolutions.add_argument("--products", action="store_true", help="with kernels of 1 x 1")
+    convolutions.add_argument("--refused", action="store_true", help="without memory for the workspace")
     convolutions.add_argument("--search", action="store_true", help="with torch.backends.cudnn.benchmark")
     compared = commands.add_parser("compare-convolutions")
     compared.add_argument("measured", type=Path, nargs="?", default=RESULTS / "convolutions_h200.csv")
@@ -644,8 +671,15 @@ def main() -> None:
     if given.command == "measure":
         measure(given.out)
     elif given.command == "convolutions":
-        sample = any_convolutions if given.any else convolution_cases
-        measure_convolutions(given.out, convolution_table() if given.table else sample(given.count))
+        if given.table:
+            cases = convolution_table()
+        elif given.refused:
+            cases = largest_workspaces(given.count)
+        elif given.any or given.products:
+            cases = any_convolutions(given.count, given.products)
+        else:
+            cases = convolution_cases(given.count)
+        measure_convolutions(given.out, cases, given.refused)
     elif given.command == "compare-convolutions":
         compare_convolutions(given.measured)
     else:
