@@ -689,3 +689,26 @@ while True:
 def test_scripts_that_fail(predicted, source, error, message):
     with pytest.raises(error, match=message):
         predicted(source, "--unknown")
+
+
+def test_programs_that_ask_for_nccl_before_bfloat16_get_it(predicted):
+    source = """
+import torch.distributed as dist
+from torch.cuda import nccl
+assert torch.cuda.is_bf16_supported() and dist.is_nccl_available() and nccl.version() >= (2, 10)
+train(8)
+"""
+    assert predicted(MODEL + STEPS + source).peak.allocated
+
+
+def test_modules_have_their_own_names_inside_of_wrappers(predicted):
+    source = """
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+model = nn.Sequential(checkpoint_wrapper(nn.Linear(256, 256)), nn.Linear(256, 256)).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(3):
+    model(torch.randn(64, 256, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+    found = predicted("import torch\nfrom torch import nn\n" + source)
+    assert {one.module for one in found.allocations if one.kind == "parameter"} == {"0", "1"}

@@ -54,6 +54,7 @@ _CONFIG_NAMES = {
 }
 _FEW_CALLS = 3  # of a module in one forward pass; more are a loop
 _PASS_THROUGH_LIBRARIES = ("einops", "typing_extensions", "jaxtyping", "beartype", "opt_einsum", "triton")
+_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # attributes of wrappers
 
 
 @lru_cache(maxsize=4096)
@@ -235,7 +236,7 @@ class ModuleStack:
         self._has_root = True
         self._roots.append(weakref.ref(root))
         for path, module in root.named_modules():
-            path = path.replace("_orig_mod.", "").removesuffix("_orig_mod").removesuffix(".")
+            path = ".".join(part for part in path.split(".") if part not in _WRAPPED)
             if id(module) not in self._names:
                 self._names[id(module)] = ".".join(part for part in (prefix, path) if part)
                 self._alive[id(module)] = weakref.ref(module, partial(self._forget, id(module)))

@@ -26,6 +26,7 @@ from oomph.torch_internals import FakeTensor, tree_leaves, tree_map
 
 _MODES = tuple[Any, ...]
 _MiB = 1 << 20
+_NCCL_VERSION = (2, 28, 9)  # that torch 2.11 comes with
 
 
 def install_workers(patches: Patches, tracer: Tracer, modes: _MODES) -> None:
@@ -228,6 +229,9 @@ def _make_fake_process_groups(patches: Patches, tracer: Tracer) -> None:
     distributed = torch.distributed
     for module in (distributed, distributed.distributed_c10d, distributed.device_mesh):
         patches.set(module, "init_process_group", init_process_group)
+    # Programs ask this before they use bfloat16. torch's own functions still see the build's answer.
+    patches.set(distributed, "is_nccl_available", lambda: True)
+    patches.set(torch.cuda.nccl, "version", lambda: _NCCL_VERSION)
 
 
 def _gather_object(obj: Any, object_gather_list: Any = None, *args: Any, **kwargs: Any) -> None:
