@@ -375,3 +375,30 @@ def test_a_subclass_becomes_a_plain_tensor_again():
         assert plain.is_cuda
 
     oomph.predict(program)
+
+
+def test_a_parameter_is_swapped_for_a_quantized_one():
+    """As quantized layers do when they are built; their `to` takes a dtype alone."""
+
+    class Frozen(Quantized):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            kwargs = kwargs or {}
+            if func is torch.Tensor.to:
+                assert "copy" not in kwargs
+                return args[0].dequantize().to(*args[1:], **kwargs)
+            return super().__torch_function__(func, types, args, kwargs)
+
+    def program():
+        layer, head = nn.Linear(WIDTH, WIDTH, bias=False).cuda(), nn.Linear(WIDTH, 1).cuda()
+        weight = Frozen(*vars(quantized(PER_LAYER, "cuda")).values())
+        torch.utils.swap_tensors(layer.weight, nn.Parameter(weight, requires_grad=False))
+        assert isinstance(layer.weight, Frozen)
+
+        def step():
+            x = torch.randn(ROWS, WIDTH, device="cuda")
+            head(nn.functional.linear(x, layer.weight.to(torch.float32))).sum().backward()
+
+        return step
+
+    assert left(oomph.predict(program))["parameter"] < 2 * PER_LAYER + 4 * WIDTH

@@ -166,7 +166,9 @@ def _to(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
     rest, kwargs = _like_tensor(tracer, args[1:], kwargs)
     copy = kwargs.pop("copy", False) or (len(rest) > 3 and rest.pop(3)) or False
     device, dtype, non_blocking, memory_format = _parse_to(tracer, internals.parse_to, rest, kwargs)
-    plain = {"dtype": dtype or tensor.dtype, "copy": copy}
+    plain: dict[str, Any] = {"dtype": dtype or tensor.dtype}
+    if copy:  # which some tensor subclasses do not take
+        plain["copy"] = True
     if memory_format is not None:
         plain["memory_format"] = memory_format
     place = place_of(device) if device is not None else None

@@ -469,6 +469,7 @@ def install_hooks(patches: Patches, tracer: Tracer, placement: PlacementMode) ->
     _follow_optimizers(patches, tracer)
     _follow_parameters(patches, tracer)
     _move_modules_in_place(patches, tracer)
+    _swap_tensors(patches, tracer)
     _materialize_lazy_parameters(patches, tracer)
     _keep_function_mode_on(patches)
     repeated = RepeatedCalls(tracer)
@@ -801,7 +802,7 @@ def _convert_parameter(
     if is_wrapper:  # as torch does: `data` would change the wrapper, not its inner tensors
         swapped = nn.Parameter(converted, parameter.requires_grad)
         swapped.grad = parameter.grad
-        _swap(tracer, parameter, swapped)
+        torch.utils.swap_tensors(parameter, swapped)
     else:
         parameter.data = converted
     if parameter.grad is not None:
@@ -810,16 +811,23 @@ def _convert_parameter(
     return parameter
 
 
-def _swap(tracer: Tracer, tensor: torch.Tensor, new: torch.Tensor) -> None:
-    """Tensors with weak references cannot be swapped."""
-    sites = [
-        (known, known.pop(tensor, None), known.pop(new, None))
-        for known in (tracer.parameter_sites, tracer.buffer_sites)
-    ]
-    torch.utils.swap_tensors(tensor, new)
-    for known, first, second in sites:
-        if first or second:
-            known[tensor] = first or second
+def _swap_tensors(patches: Patches, tracer: Tracer) -> None:
+    """Tensors with weak references cannot be swapped: those of the trace are removed before."""
+    swap = torch.utils.swap_tensors
+
+    def swap_tensors(first: torch.Tensor, second: torch.Tensor) -> None:
+        sites = [
+            (known, known.pop(first, None), known.pop(second, None))
+            for known in (tracer.parameter_sites, tracer.buffer_sites)
+        ]
+        for tensor in (first, second):
+            tracer.values.release(tensor)
+        swap(first, second)
+        for known, site, other in sites:
+            if site or other:
+                known[first] = site or other
+
+    patches.set(torch.utils, "swap_tensors", swap_tensors)
 
 
 def _empty_like_lazy(
@@ -838,7 +846,7 @@ def _materialize_lazy_parameters(patches: Patches, tracer: Tracer) -> None:
             return original(tensor, shape, device, dtype)
         made = _empty_like_lazy(tracer, tensor, shape, device, dtype)
         made = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-        _swap(tracer, tensor, made)
+        torch.utils.swap_tensors(tensor, made)
 
     patches.set(internals.UninitializedTensorMixin, "materialize", materialize)
     copied = nn.UninitializedParameter.__deepcopy__

@@ -610,10 +610,15 @@ class Values:
     def take(self, tensor: torch.Tensor, data: torch.Tensor) -> None:
         """`tensor.data = data`"""
         tensor.__dict__[_FOLLOWED] = True
+        self.release(tensor)
         for followed in (self._entries, self._waiting, self._zeros):
-            followed.pop(tensor, None)
             if data in followed:
                 followed[tensor] = followed[data]
+
+    def release(self, tensor: torch.Tensor) -> None:
+        """Keep no weak reference to it, and so no value."""
+        for followed in (self._entries, self._waiting, self._zeros):
+            followed.pop(tensor, None)
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Something unknown was written into its storage."""
