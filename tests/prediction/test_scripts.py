@@ -337,6 +337,30 @@ torch.optim.SGD(model.parameters()).step()
     assert at_peak >= {((256, 256), "float32"), ((3,), "int64")}
 
 
+def test_tensors_that_are_loaded_where_they_are_used(predicted):
+    """As Lightning's lazy checkpoints do: an object that is no tensor makes one when an op takes it."""
+    found = predicted(
+        MODEL
+        + """
+class Lazy:
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        storage = torch.UntypedStorage(256 * 256 * 4)
+        loaded = torch.empty(0, device=storage.device).set_(storage, 0, (256, 256), (256, 1))
+        moved = torch.ones(256, 256, device="cuda")
+        assert not loaded.is_cuda and moved.is_cuda
+        return func(*(loaded if isinstance(arg, Lazy) else arg for arg in args), **kwargs or {})
+
+opt = torch.optim.SGD(model.parameters(), 0.1)
+with torch.no_grad():
+    model[0].weight[:256, :256].copy_(Lazy())
+model(torch.randn(8, 256, device="cuda")).sum().backward()
+opt.step()
+"""
+    )
+    assert found.peak.allocated > 0
+
+
 def test_a_data_set_is_loaded_from_a_file(predicted):
     """datasets writes its cache with Python's functions and maps it with pyarrow's native code."""
     pytest.importorskip("datasets")

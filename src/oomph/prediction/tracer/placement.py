@@ -38,7 +38,7 @@ class PlacementMode(TorchFunctionMode):
     def __torch_function__(
         self,
         func: Any,
-        types: Sequence[type],
+        types: Sequence[Any],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
@@ -48,6 +48,12 @@ class PlacementMode(TorchFunctionMode):
         call = self.tracer.call
         call.handling += 1
         try:
+            for kind in types:
+                if not issubclass(kind, torch.Tensor):  # the program's own class, as for lazy loading
+                    with self.for_program():
+                        result = kind.__torch_function__(func, types, args, given)
+                    if result is not NotImplemented:
+                        return result
             if self.default is not None and given.get("device") is None and func in device_constructors():
                 given["device"] = self.default
             handler = _HANDLERS.get(func)
