@@ -5,11 +5,9 @@ tested per op.
 """
 
 import functools
-from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from oomph.errors import ArgumentError
@@ -28,7 +26,6 @@ from oomph.ops import (
 )
 from oomph.ops.short_convolution import short_convolution
 
-Case = tuple[Callable[..., Tensor], list[Tensor]]
 # The compiler looks at .grad of whatever crosses a graph break.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 

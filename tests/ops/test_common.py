@@ -1,7 +1,6 @@
 """Shared helpers: kernel launches on fake tensors, logged choices, and no_compile."""
 
 import logging
-import traceback
 
 import pytest
 import torch
@@ -83,16 +82,6 @@ def test_it_is_left_alone_where_the_compiler_gave_up_on_its_caller():
     for number in range(2 * torch._dynamo.config.recompile_limit):
         assert torch.equal(compiled(torch.ones(number + 2), number), torch.full((number + 2,), 4.0))
     assert not traced
-
-
-def test_without_a_compiler_it_is_the_function_itself():
-    import torch._dynamo  # loaded, as optimizers do
-
-    def called_from(x):
-        assert not any("eval_frame" in frame.filename for frame in traceback.extract_stack())
-        return x
-
-    no_compile(called_from)(torch.ones(1))
 
 
 def test_a_choice_is_logged_once(caplog):

@@ -4,14 +4,13 @@ whose loss fails at a chosen pass."""
 import shutil
 import tempfile
 from atexit import register
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_flatten_with_path
 
 from oomph.training import run
@@ -164,8 +163,6 @@ def _same(one, other):
 
 
 # ------------------------------------------------------------------------------------------ faults
-
-Fault = Callable[[nn.Module, Tensor], Tensor]
 
 
 def nan_loss(model, loss):

@@ -23,7 +23,6 @@ DTYPES = [
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32),
     *(torch.uint64, torch.bool),
 ]
-STATE = {"x": torch.arange(1000)}
 
 
 def save_and_load(folder, state):

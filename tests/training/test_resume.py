@@ -3,7 +3,6 @@
 import os
 import signal
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +25,6 @@ from oomph.training.failures import OutOfMemory
 from oomph.training.run import train
 from oomph.training.step import AdamW
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS, FIRST = 6, 3
 IN_BACKWARD = "fixes=[optimizer_in_backward, stochastic_rounding, optimizer_8bit]"
 

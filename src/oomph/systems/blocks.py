@@ -116,10 +116,6 @@ class CausalAttention(nn.Module):
             all_BTNE = self._rotate(all_BTNE, heads + groups, table)
         return all_BTNE.transpose(1, 2).split((heads, groups, groups), 1)  # type: ignore[no-any-return]
 
-    def extra_repr(self) -> str:
-        shown = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
-        return shown if self.pattern is None else f"{shown}, pattern={self.pattern}"
-
 
 class MLP(nn.Module):
     """down(act(up x)). oomph.nn.GatedMLP is the gated one."""
@@ -135,9 +131,6 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(ACTIVATIONS[self.activation](self.up_proj(x)))  # type: ignore[no-any-return]
-
-    def extra_repr(self) -> str:
-        return f"activation={self.activation!r}"
 
 
 class Residual(nn.Module):

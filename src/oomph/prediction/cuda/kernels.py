@@ -327,12 +327,15 @@ def _cast(
     return copy + reduction_buffers(tensor.shape, tensor.stride(), dims, wanted, gpu, **kernel)
 
 
+def _summed_dtype(call: BoundArguments) -> torch.dtype:
+    """Whole numbers are summed as int64, unless the call names another type."""
+    dtype: torch.dtype = call["self"].dtype
+    return call["dtype"] or (dtype if dtype.is_floating_point or dtype.is_complex else torch.int64)
+
+
 @temporaries(aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.nansum.default)
 def _sum(call: BoundArguments, gpu: GPU) -> list[int]:
-    tensor = call["self"]
-    whole = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
-    wanted = call["dtype"] or (torch.int64 if whole else tensor.dtype)
-    return _cast(tensor, wanted, gpu, _dims(call))
+    return _cast(call["self"], _summed_dtype(call), gpu, _dims(call))
 
 
 @temporaries(aten.count_nonzero.default, aten.count_nonzero.dim_IntList)
@@ -358,10 +361,7 @@ def _logsumexp(call: BoundArguments, gpu: GPU) -> list[int]:
 
 @temporaries(aten.prod.default, aten.prod.dim_int)
 def _product(call: BoundArguments, gpu: GPU) -> list[int]:
-    tensor = call["self"]
-    whole = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
-    wanted = call["dtype"] or (torch.int64 if whole else tensor.dtype)
-    return _cast(tensor, wanted, gpu, _dims(call), input_vector=4)
+    return _cast(call["self"], _summed_dtype(call), gpu, _dims(call), input_vector=4)
 
 
 @temporaries(aten.linalg_vector_norm.default)
@@ -970,9 +970,7 @@ def _topk(call: BoundArguments, gpu: GPU) -> list[int]:
 @temporaries(aten.cumsum.default, aten.cumprod.default)
 def _scan(call: BoundArguments, gpu: GPU) -> list[int]:
     """A cast when the result's type is another; a copy when the input is not contiguous."""
-    tensor = call["self"]
-    whole = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
-    wanted = call["dtype"] or (torch.int64 if whole else tensor.dtype)
+    tensor, wanted = call["self"], _summed_dtype(call)
     n = tensor.numel()
     copy = n * wanted.itemsize if wanted != tensor.dtype or not tensor.is_contiguous() else 0
     one_row = tensor.dim() > 0 and n == tensor.size(call["dim"])

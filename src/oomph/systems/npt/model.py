@@ -225,9 +225,6 @@ class NPTLayer(nn.Module):
         given.pop("hidden_states")
         return _first(self.part("attention")(hidden_states=self.part("norm_1")(h), **given))
 
-    def extra_repr(self) -> str:
-        return f"{self.layout.family}, regularization={self.regularization}, gradients={self.gradients!r}"
-
 
 def _first(value: Any) -> Tensor:
     """Some layers take and return hidden states as the first element of a tuple."""
