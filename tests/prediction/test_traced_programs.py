@@ -269,6 +269,7 @@ def test_peak_counters_that_the_program_reads_make_sense():
     def program():
         torch.empty(MiB, device="cuda")
         assert torch.cuda.max_memory_allocated() >= 4 * MiB
+        assert torch.cuda.memory_stats().get("active_bytes.all.peak", 0) >= 4 * MiB
         torch.cuda.reset_peak_memory_stats()
         assert torch.cuda.max_memory_allocated() == torch.cuda.memory_allocated() == 0
         assert torch.cuda.memory_stats()["allocated_bytes.all.peak"] == 0

@@ -503,13 +503,11 @@ def _cuda_answers(gpu: GPU, recorder: AllocationRecorder, own: Streams) -> dict[
         return torch.zeros(16, dtype=torch.uint8)
 
     def memory_stats(*args: Any, **kwargs: Any) -> dict[str, int]:
-        figures = {
-            "allocated_bytes.all.current": recorder.live_bytes,
-            "allocated_bytes.all.peak": recorder.peak_bytes,
-            "reserved_bytes.all.current": recorder.live_bytes,
-            "reserved_bytes.all.peak": recorder.peak_bytes,
-        }
-        return defaultdict(int, figures)
+        kinds = ("allocated", "active", "requested", "reserved")
+        sizes = {"current": recorder.live_bytes, "peak": recorder.peak_bytes}
+        return defaultdict(
+            int, {f"{kind}_bytes.all.{when}": size for kind in kinds for when, size in sizes.items()}
+        )
 
     def graph(*args: Any, **kwargs: Any) -> NullContext:
         recorder.note_once("CUDA graphs are traced as eager: a graph keeps all memory of its capture", None)
