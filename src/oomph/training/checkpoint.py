@@ -93,10 +93,7 @@ class Checkpoints:
         structure, tensors = flatten(state)
         text = json.dumps(structure, separators=(",", ":")).encode()
         needed = sum(tensor.nbytes for tensor in tensors.values()) + len(text) + _SPARE
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"cannot make the folder {self.folder}: {error.strerror}") from None
+        self.folder.mkdir(parents=True, exist_ok=True)
         if (free := self._free_bytes()) < needed:
             raise self._disk_full(step, needed, free)
         if not self._save_in_thread(step, tensors, text, needed):
@@ -128,7 +125,7 @@ class Checkpoints:
         """Every checkpoint whose manifest and file sizes are right, oldest first."""
         found = []
         for path in _named(self.folder):
-            with contextlib.suppress(CheckpointError):
+            with contextlib.suppress(CheckpointError, OSError):
                 found.append(open_checkpoint(path, verify=False))
         return found
 
@@ -173,12 +170,9 @@ class Checkpoints:
             os.rename(partial, new)
             _sync(self.folder)
         except OSError as error:
-            if error.errno in DISK_FULL:
-                raise self._disk_full(step, needed, self._free_bytes()) from None
-            raise UserError(
-                f"could not save step {step} in {self.folder}: {error.strerror}; "
-                "earlier checkpoints are unchanged"
-            ) from None
+            if error.errno not in DISK_FULL:
+                raise
+            raise self._disk_full(step, needed, self._free_bytes()) from None
         finally:
             shutil.rmtree(partial, ignore_errors=True)
         self._rotate(step, new)
@@ -189,23 +183,14 @@ class Checkpoints:
         older = [saved for saved in self.all() if saved.folder != new]
         others = [saved for saved in older if saved.step != step and saved.folder not in self._corrupt]
         replaced = [saved for saved in older if saved.step == step]
-        try:
-            for saved in [*replaced, *others[: max(len(others) - (self.keep - 1), 0)]]:
-                # Renamed first, so that a half-deleted folder is never taken for a checkpoint.
-                doomed = saved.folder.with_name(f".deleting-{saved.folder.name}")
-                os.rename(saved.folder, doomed)
-                shutil.rmtree(doomed)
-        except OSError as error:
-            raise UserError(
-                f"step {step} is saved, but an older checkpoint in {self.folder} could not be deleted: "
-                f"{error.strerror}"
-            ) from None
+        for saved in [*replaced, *others[: max(len(others) - (self.keep - 1), 0)]]:
+            # Renamed first, so that a half-deleted folder is never taken for a checkpoint.
+            doomed = saved.folder.with_name(f".deleting-{saved.folder.name}")
+            os.rename(saved.folder, doomed)
+            shutil.rmtree(doomed)
 
     def _free_bytes(self) -> int:
-        try:
-            disk = os.statvfs(self.folder)
-        except OSError as error:
-            raise UserError(f"cannot save in {self.folder}: {error.strerror}") from None
+        disk = os.statvfs(self.folder)
         return disk.f_bavail * disk.f_frsize
 
     def _disk_full(self, step: int, needed: int, free: int) -> UserError:
@@ -241,7 +226,7 @@ def newest(folder: Path) -> Checkpoint | None:
     for path in reversed(_named(folder)):
         try:
             return replace(open_checkpoint(path, verify=True), skipped=skipped)
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             skipped[path] = str(error).removesuffix(f"; {_ADVICE}")
     if skipped:
         first, *more = skipped.values()
@@ -265,11 +250,8 @@ def open_checkpoint(folder: Path, verify: bool) -> Checkpoint:
                 f"{path} is corrupt: {format_bytes(size)} ({size} bytes) where {file['size']} bytes "
                 f"were written; {_ADVICE}"
             )
-        try:
-            if verify and _sha256(path) != file["sha256"]:
-                raise CheckpointError(f"{path} is corrupt: its contents do not match their hash; {_ADVICE}")
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}; {_ADVICE}") from None
+        if verify and _sha256(path) != file["sha256"]:
+            raise CheckpointError(f"{path} is corrupt: its contents do not match their hash; {_ADVICE}")
     return Checkpoint(folder, step, files, verify)
 
 
@@ -332,8 +314,6 @@ def _read_manifest(folder: Path) -> tuple[int, dict[str, dict[str, Any]]]:
         on_disk = {entry.name for entry in folder.glob("*.safetensors")}
         valid = own_hash == _own_hash(manifest) and STATE in files and set(entries) == {(int, int, str)}
         valid = valid and on_disk <= names and all(map(_TENSOR_FILE.fullmatch, names))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}; {_ADVICE}") from None
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
         valid = False
     if not valid:
@@ -389,8 +369,6 @@ def load(checkpoint: Checkpoint, into: Mapping[str, Any] | None = None) -> dict[
     path = checkpoint.folder / STATE
     try:
         structure = json.loads(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError):
         raise CheckpointError(f"{path} is corrupt: it is not JSON; {_ADVICE}") from None
     with malformed_errors(checkpoint):
@@ -403,10 +381,8 @@ def malformed_errors(checkpoint: Checkpoint) -> Iterator[None]:
     `save` did not write, which may be wrong in any way."""
     try:
         yield
-    except (UserError, torch.OutOfMemoryError):
+    except (UserError, OSError, torch.OutOfMemoryError):
         raise
-    except OSError as error:
-        raise CheckpointError(f"{checkpoint.folder} cannot be read: {error.strerror}") from None
     except Exception as error:
         line = str(error).partition("\n")[0][:200]
         raise CheckpointError(

@@ -417,10 +417,7 @@ def open_text(source: str, field: str = "text") -> Corpus:
         raise UserError(
             f"there is no data source {source!r}{hint}; choose from {', '.join(TEXT_NAMES)} or a path"
         )
-    try:
-        return _open_path(source, field)
-    except OSError as error:
-        raise UserError(f"{error.filename or source} cannot be read: {error.strerror}") from error
+    return _open_path(source, field)
 
 
 def _open_path(source: str, field: str) -> Corpus:
