@@ -76,10 +76,8 @@ WORKLOAD = oomph.Workload(
 )
 
 
-def test_command_prints_findings_of_a_workload_as_json(capsys, monkeypatch):
-    monkeypatch.setattr("oomph.cli.predict.open_target", _opened)
-    monkeypatch.setattr("oomph.cli.predict.check_target", lambda *arguments: None)
-    assert run(["diagnose", "attention.py:workload", "--gpu", "8GiB", "--json"]) == 0
+def test_command_prints_findings_of_a_workload_as_json(capsys):
+    assert run(["diagnose", f"{__file__}:WORKLOAD", "--gpu", "8GiB", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     cause = found["findings"][0]
     assert cause["pattern"] == "attention matrices"
@@ -88,15 +86,6 @@ def test_command_prints_findings_of_a_workload_as_json(capsys, monkeypatch):
     assert cause["sites"][0]["function"] == "attention"
     assert "fused_attention" in cause["fixes"]
     assert "attn_implementation" not in cause["fixes"]  # of Hugging Face's models
-
-
-class _opened:
-    def __init__(self, *arguments): ...
-
-    def __enter__(self):
-        return WORKLOAD
-
-    def __exit__(self, *error): ...
 
 
 @pytest.mark.parametrize("target", ["train.py", "train.py:training"])
