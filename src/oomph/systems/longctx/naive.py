@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from oomph.errors import UserError
 from oomph.systems.blocks import LanguageModelOutput
-from oomph.systems.longctx.model import LongContext, LongContextConfig
+from oomph.systems.longctx.config import LongContextConfig
+from oomph.systems.longctx.model import LongContext
 from oomph.systems.reports import ReportedRun
 
 REPORT = ReportedRun("rtx-pro-6000", "4B", batch=1, tokens=131_072)  # the card with 94.97 GiB

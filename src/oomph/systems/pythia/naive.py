@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from oomph.ops.softmax_attention import BlockPattern
 from oomph.systems.blocks import CausalAttention, LanguageModelOutput, Residual
-from oomph.systems.pythia.model import Pythia, PythiaConfig
+from oomph.systems.pythia.config import PythiaConfig
+from oomph.systems.pythia.model import Pythia
 from oomph.systems.reports import ReportedRun
 
 REPORT = ReportedRun("a100-80gb", "report", batch=8, tokens=512)
