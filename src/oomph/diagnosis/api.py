@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from oomph.diagnosis.findings import find, notes, scaled_sizes
+from oomph.diagnosis.findings import failed_rules, find, notes, scaled_sizes
 from oomph.errors import OomphError
 from oomph.gpus import GPU
 from oomph.prediction import Script, predict
@@ -28,7 +28,7 @@ def diagnose(
     predicted a second time at other sizes, to find how its memory grows.
     """
     if isinstance(target, Prediction):
-        return Diagnosis(target, find(target))
+        return Diagnosis(target, find(target), failed_rules(target))
 
     def at(sizes: Mapping[str, int] | None) -> Prediction:
         at_size = at_sizes(target, sizes)
@@ -47,7 +47,7 @@ def diagnose_with(predict_at: Callable[[Mapping[str, int] | None], Prediction]) 
             scaled = predict_at(scaled_sizes(dict(prediction.sizes)))
         except OomphError as error:
             remarks = notes(prediction, str(error).split("\n")[0])
-    return Diagnosis(prediction, find(prediction, scaled), remarks)
+    return Diagnosis(prediction, find(prediction, scaled), (*remarks, *failed_rules(prediction)))
 
 
 def at_sizes(

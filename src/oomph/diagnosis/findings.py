@@ -266,6 +266,12 @@ class _Names:
         return " + ".join(f"{count:,} elements {dtype}" for dtype, count in counts.most_common(_TERMS))
 
 
+def failed_rules(prediction: Prediction) -> tuple[Note, ...]:
+    facts = PeakAnalysis(prediction)
+    classify(facts)
+    return tuple(Note(f"the rule for {name} failed: {error}") for name, error in facts.failed.items())
+
+
 def notes(prediction: Prediction, failure: str) -> tuple[Note, ...]:
     sizes = ", ".join(f"{name}={size}" for name, size in scaled_sizes(dict(prediction.sizes)).items())
     return (Note(f"growth follows from shapes, because the program fails at {sizes}: {failure}"),)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import linecache
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -72,6 +72,7 @@ class PeakAnalysis:
         self.prediction = prediction
         self.all = prediction.allocations
         self.alive = [alive.allocation for alive in prediction.at_peak]
+        self.failed: dict[str, str] = {}  # patterns whose rules failed, and how
 
     def parent(self, one: Allocation) -> Allocation | None:
         return None if one.parent is None else self.all[one.parent]
@@ -692,17 +693,29 @@ FRAGMENTATION = _pattern("fragmentation", lambda facts, one: False, 0.3, "alloca
 def classify(facts: PeakAnalysis) -> dict[Pattern, list[Allocation]]:
     """Every allocation that is alive at the peak, by its pattern."""
     found: dict[str, tuple[Pattern, list[Allocation]]] = {}
-    workspaces: list[tuple[Allocation, Pattern]] = []
+    workspaces: list[Allocation] = []
     at_site: dict[Site | None, Counter[str]] = defaultdict(Counter)
     for one in facts.alive:
-        pattern = next(pattern for pattern in PATTERNS if pattern.applies(facts, one))
+        pattern = _first(facts, one, PATTERNS)
         if pattern.name == "workspace" and not one.op.startswith("cublas"):
-            workspaces.append((one, pattern))
+            workspaces.append(one)
             continue
         found.setdefault(pattern.name, (pattern, []))[1].append(one)
         if pattern.avoidable <= 1:  # a list that grows makes no workspace
             at_site[one.site][pattern.name] += one.bytes
-    for one, pattern in workspaces:  # of an op: it belongs to what else its line makes
+    for one in workspaces:  # of an op: it belongs to what else its line makes
+        pattern = _first(facts, one, PATTERNS)
         name = at_site[one.site].most_common(1)[0][0] if at_site[one.site] else pattern.name
         found.setdefault(name, (pattern, []))[1].append(one)
     return dict(found.values())
+
+
+def _first(facts: PeakAnalysis, one: Allocation, patterns: Iterable[Pattern]) -> Pattern:
+    """A rule that fails does not apply, and leaves a note; the last one always does."""
+    for pattern in patterns:
+        try:
+            if pattern.applies(facts, one):
+                return pattern
+        except Exception as error:
+            facts.failed.setdefault(pattern.name, repr(error))
+    return PATTERNS[-1]
