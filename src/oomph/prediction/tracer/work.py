@@ -12,7 +12,9 @@ stream that waits for another, as computation does for copies, is moved to the o
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -157,7 +159,6 @@ class KernelCounter:
         self.host = _NO_HOST_WORK
         self._phase = "forward"  # of the op before
         self._streams = current_streams()
-        self._traits_of_ops: dict[OpOverload, _OpTraits] = {}
 
     def begin(self, counting: bool) -> None:
         """Start a step: drop the counts of the one before."""
@@ -214,7 +215,7 @@ class KernelCounter:
         phase: str,
     ) -> None:
         """An op on the GPU, after it ran."""
-        kind = self._traits(func)
+        kind = _traits_of(func)
         self._host_ops += 1
         if func.namespace in _COLLECTIVES:
             self._count_collective(func, args, given, phase)
@@ -266,7 +267,7 @@ class KernelCounter:
         self, func: OpOverload, args: Sequence[Any], given: Sequence[torch.Tensor], out: Any, phase: str
     ) -> None:
         """An op on host tensors, after it ran: `count_host_op` counts its overhead, this the bytes."""
-        kind = self._traits(func)
+        kind = _traits_of(func)
         if kind.free or not self.counting:
             return
         moved = _moved(kind, func, args, given, _results(out))
@@ -304,12 +305,6 @@ class KernelCounter:
 
     def _count_wait(self, kind: str, stream: int, event: int) -> None:
         self._append(self._phase, kind, stream=stream, event=event)
-
-    def _traits(self, func: OpOverload) -> _OpTraits:
-        traits = self._traits_of_ops.get(func)
-        if traits is None:
-            traits = self._traits_of_ops[func] = _traits_of(func)
-        return traits
 
     def _append(
         self,
@@ -466,6 +461,7 @@ def _access_pattern(kind: _OpTraits, given: Sequence[torch.Tensor], results: Seq
     return "memory"
 
 
+@functools.cache
 def _traits_of(func: OpOverload) -> _OpTraits:
     name = func.overloadpacket.__name__
     over_lists = name.startswith(("_foreach_", "_fused_ada", "_fused_sgd", "_amp_foreach_"))
@@ -507,15 +503,14 @@ def flops_of(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], o
     return rule(func, args, kwargs, out) if rule is not None else None
 
 
-def _multiplied(left: Tensor, right: Tensor, item: int) -> Flops:
+def _multiplied(left: Tensor, right: Tensor) -> Flops:
     """Of [..., M, K] with [..., K, N]."""
     *batch, rows, depth = left.shape
-    columns = right.shape[-1]
-    count = 1
-    for size in batch:
-        count *= size
+    columns, count = right.shape[-1], math.prod(batch)
     tiles = count * -(-rows // _TILE) * -(-columns // _TILE)
-    aligned = item != 2 or not (columns % 8 or _leading_dimension(left) % 8 or _leading_dimension(right) % 8)
+    aligned = left.element_size() != 2 or not (
+        columns % 8 or _leading_dimension(left) % 8 or _leading_dimension(right) % 8
+    )
     kind = "product" if aligned else "unaligned product"
     return Flops(2.0 * count * rows * columns * depth, left.dtype, kind, tiles, depth)
 
@@ -530,12 +525,11 @@ def _leading_dimension(matrix: Tensor) -> int:
 
 
 def _product(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Flops:
-    left, right = args[0], args[1]
-    return _multiplied(left, right, left.element_size())
+    return _multiplied(args[0], args[1])
 
 
 def _product_and_sum(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Flops:
-    return _multiplied(args[1], args[2], args[1].element_size())
+    return _multiplied(args[1], args[2])
 
 
 def _grouped(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Flops:
