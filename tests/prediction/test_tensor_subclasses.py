@@ -377,6 +377,30 @@ def test_a_subclass_becomes_a_plain_tensor_again():
     oomph.predict(program)
 
 
+def test_tensors_of_a_class_without_dispatch_are_moved_to_the_gpu():
+    """As torchvision's images are, and the noise of BigGAN, which keeps its class by assigning `data`."""
+
+    class Noise(torch.Tensor):
+        def to(self, *args):
+            moved = Noise(self)
+            moved.data = super().to(*args)
+            return moved
+
+    def program():
+        model = nn.Linear(WIDTH, WIDTH).cuda()
+        image = torch.randn(ROWS, WIDTH).as_subclass(Noise).cuda()
+        noise = Noise(torch.randn(ROWS, WIDTH)).to("cuda")
+        on_gpu = Noise(noise)
+        for each in (image, noise, on_gpu):
+            assert isinstance(each, Noise)
+            assert each.is_cuda
+            model(each.normal_()).sum().backward()
+
+    prediction = oomph.predict(program)
+    made = [each for each in prediction.allocations if each.shape == (ROWS, WIDTH) and "copy" in each.op]
+    assert len(made) == 2
+
+
 def test_a_parameter_is_swapped_for_a_quantized_one():
     """As quantized layers do when they are built; their `to` takes a dtype alone."""
 

@@ -293,6 +293,9 @@ class DispatchMode(TorchDispatchMode):
         if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
             self._count_copy(func, args, kwargs, tensors)
             return self._copy_into_real(args[0], args[1])
+        if len(gpu) < len(tensors) and any(map(_is_host_subclass, tensors)):
+            args, kwargs = tree_map_only(torch.Tensor, _without_subclass, (args, kwargs))
+            tensors = list(tensors_in(args, kwargs))
         if func is aten.masked_scatter_backward.default:
             return self._masked_scatter_backward(*args)
         if func is aten.masked_select.default:
@@ -752,6 +755,15 @@ def _may_be_large(func: OpOverload, kwargs: dict[str, Any], tensors: Sequence[to
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _is_host_subclass(tensor: torch.Tensor) -> bool:
+    """Of a class such as torchvision's Image, which fake kernels do not take."""
+    return not isinstance(tensor, FakeTensor) and type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+
+
+def _without_subclass(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.as_subclass(torch.Tensor) if _is_host_subclass(tensor) else tensor
 
 
 def _is_meta(tensor: torch.Tensor) -> bool:

@@ -337,6 +337,8 @@ def _set_data(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, 
         made = data.detach()
         if isinstance(tensor, torch.nn.Parameter):
             made = torch.nn.Parameter(made, tensor.requires_grad)
+        else:
+            made.__class__ = _fake_class(tensor.__class__)
         tensor.__class__ = type(made)
         tensor.__dict__.update(made.__dict__)
         internals.swap_tensor_impl(tensor, made)
@@ -428,6 +430,14 @@ def install_tensor_device(patches: Patches, tracer: Tracer) -> None:
         made.__class__ = _fake_class(cls)
         return made
 
+    make = torch.Tensor.__new__
+
+    def new(cls: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if cls is not torch.Tensor and len(args) == 1 and isinstance(args[0], torch.Tensor):
+            return as_fake_subclass(args[0], cls)  # torch's way calls an op, whose result has a class already
+        return make(cls, *args, **kwargs)
+
+    patches.set(torch.Tensor, "__new__", new)
     patches.set(FakeTensor, "get_nested_int", _nested_int)
     select_backend = getattr(*internals.JAGGED_SDPA_BACKEND)
 
