@@ -426,3 +426,17 @@ def test_a_parameter_is_swapped_for_a_quantized_one():
         return step
 
     assert left(oomph.predict(program))["parameter"] < 2 * PER_LAYER + 4 * WIDTH
+
+
+class Named(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def test_a_class_may_leave_functions_without_keywords_to_torch():
+    def train():
+        x = torch.randn(ROWS, WIDTH, device="cuda", requires_grad=True)
+        return lambda: (x.as_subclass(Named) * 2).sum().backward()
+
+    assert oomph.predict(train).peak.allocated > 2 * 4 * ROWS * WIDTH

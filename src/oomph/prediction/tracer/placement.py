@@ -471,12 +471,22 @@ def _nested_int(tensor: FakeTensor, *, coeff: int = 1) -> Any:
     return length * coeff
 
 
+class _FakeBase(FakeTensor):
+    """What the __torch_function__ of a class of the program's calls last. `kwargs` may be None."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return internals.disabled_torch_function_impl(func, types, args, kwargs or {})
+
+
 @functools.cache
 def _fake_class(cls: type) -> Any:
     """A class of the program's for tensors that are fake."""
     if issubclass(FakeTensor, cls):  # torch.Tensor
         return FakeTensor
-    return type(cls.__name__, (cls, FakeTensor), {"__module__": cls.__module__})
+    above = cls.__mro__[: cls.__mro__.index(torch.Tensor)]
+    base = _FakeBase if any("__torch_function__" in vars(each) for each in above) else FakeTensor
+    return type(cls.__name__, (cls, base), {"__module__": cls.__module__})
 
 
 def install_default_device(patches: Patches, placement: PlacementMode) -> None:
