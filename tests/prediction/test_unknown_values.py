@@ -565,6 +565,21 @@ def test_a_loop_that_two_conditions_end_is_left(bounds):
 
 
 @in_process
+def test_one_note_says_that_a_condition_had_both_answers():
+    def program():
+        x = torch.randn(64, device="cuda", requires_grad=True)
+        for bound in (0.5, 2.0):
+            if x.detach().abs().max() > bound:
+                x = x * 2
+        x.sum().backward()
+
+    notes = [note for note in oomph.predict(program).notes if "a condition" in note.text]
+    (text,) = (note.text for note in notes)
+    assert "true" in text
+    assert "false" in text
+
+
+@in_process
 def test_a_loop_is_not_left_at_once_where_it_runs_again():
     rounds = []
 

@@ -271,7 +271,7 @@ def _prediction(
     named: bool,
     limit: int | None,
 ) -> Prediction:
-    events, notes = tuple(tracer.recorder.events), tracer.recorder.notes
+    events, notes = tuple(tracer.recorder.events), (*tracer.recorder.notes, *tracer.estimates.notes())
     allocations = tuple(pending.finish() for pending in tracer.recorder.allocations)
     settings, settings_notes = _allocator_settings(tracer)
     shown = replay(events, allocations, settings=settings)
@@ -380,8 +380,8 @@ def _assumptions(tracer: Tracer) -> Iterator[Note]:
             yield Note(f"{missing}: this is the memory of inference, not of a training step")
     elif tracer.optimizers and not tracer.optimizer_steps:
         missing = "no optimizer stepped"
-    for site, answer in list(conditions)[:_CONDITIONS_SHOWN] if missing else ():
-        yield Note(f"{missing}, where a condition on values is taken as {str(answer).lower()}", site)
+    for site, taken in list(conditions.items())[:_CONDITIONS_SHOWN] if missing else ():
+        yield Note(f"{missing}, where a condition on values is taken as {taken}", site)
 
 
 def _verdict(
@@ -558,8 +558,8 @@ def _program_error(error: BaseException, tracer: Tracer) -> ProgramError:
     if isinstance(error, (RuntimeError, IndexError)):
         found.share = estimates.share_stated(str(error))
     found.assumed = tuple(
-        f"{site.file}:{site.line}: a condition on values is taken as {str(answer).lower()}"
-        for site, answer in list(estimates.conditions)[-_CONDITIONS_SHOWN:]
+        f"{site.file}:{site.line}: a condition on values is taken as {taken}"
+        for site, taken in list(estimates.conditions.items())[-_CONDITIONS_SHOWN:]
     )
     return found
 

@@ -36,7 +36,7 @@ from oomph.prediction.cuda.rules import BoundArguments, Fake, aten_ops, bind, op
 from oomph.prediction.tracer.fast_path import VIEWS
 from oomph.prediction.tracer.loops import Loops
 from oomph.prediction.tracer.work import tensors_in
-from oomph.records import Site
+from oomph.records import Note, Site
 from oomph.torch_internals import FakeTensor, OpOverload
 
 aten = torch.ops.aten
@@ -812,7 +812,7 @@ class ValueEstimates:
         self._asked: Counter[Line] = Counter()
         as_guessed = frozenset(key[:2] for key in self._assumptions.other_answers if not key[2])
         self._loops = Loops(self._assumptions.sizes, as_guessed, allocated)
-        self.conditions: dict[tuple[Site, bool], None] = {}  # guesses that the program branched on, in order
+        self.conditions: dict[Site, str] = {}  # what those that are guesses were taken as, in order
         self.last_condition: ConditionKey | None = None
         self.loops_cut = self._loops.cut
         self.sizes_assumed = False
@@ -860,8 +860,9 @@ class ValueEstimates:
             self._note("a number that a loop waits for, read from the GPU, halves with every further round")
         if isinstance(value, bool):
             answer = value != other
-            self._note(f"a condition on values of the GPU is taken as {str(answer).lower()}")
-            self.conditions[site, answer] = None
+            taken = str(answer).lower()
+            same = self.conditions.setdefault(site, taken) == taken
+            self.conditions[site] = taken if same else "true in some rounds or calls and false in others"
             if self.last_condition is None or self.last_condition[2]:
                 self.last_condition = key
             return answer
@@ -872,6 +873,11 @@ class ValueEstimates:
                 "numbers read from the GPU (a loss to print, a norm) are taken as 1.0 and what follows"
             )
         return type(value)(0) if other else value
+
+    def notes(self) -> Iterator[Note]:
+        for site, taken in self.conditions.items():
+            text = f"a condition on values of the GPU is taken as {taken}"
+            yield Note(text, site if site.file else None)
 
     def state_selected(self, mask: torch.Tensor, rows: int, at_most: bool = False) -> None:
         """The program assigns so many values to the elements that the mask selects."""
