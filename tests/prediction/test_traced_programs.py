@@ -484,6 +484,35 @@ def test_a_sparse_adjacency_matrix_multiplies_dense_features():
     assert many - few > ((1 << 18) - (1 << 10)) * (2 * 8 + 4)  # two indices and a value for every edge
 
 
+@pytest.mark.parametrize(
+    ("rows", "columns", "count", "width", "coalesced", "forward", "backward"),
+    [  # bytes requested on an H200, torch 2.11
+        (30000, 30000, 600000, 256, True, 94688567, 118680407),
+        (30000, 30000, 600000, 64, False, 41756000, 53756000),
+        (1000, 50000, 100000, 128, True, 1941159, 81396999),
+        (50000, 1000, 100000, 128, False, 79398911, 7421780),
+    ],
+)
+def test_products_of_a_sparse_matrix_sort_and_copy(rows, columns, count, width, coalesced, forward, backward):
+    def taken(run):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        made = run()
+        return made, torch.cuda.max_memory_allocated() - before
+
+    def program():
+        indices = torch.stack([torch.randint(size, (count,), device="cuda") for size in (rows, columns)])
+        matrix = torch.sparse_coo_tensor(indices, torch.rand(count, device="cuda"), (rows, columns))
+        matrix = matrix.coalesce() if coalesced else matrix
+        dense = torch.rand(columns, width, device="cuda", requires_grad=True)
+        out, peak = taken(lambda: torch.sparse.mm(matrix, dense))
+        assert peak == pytest.approx(forward, rel=0.01)
+        gradient = torch.rand_like(out)
+        assert taken(lambda: out.backward(gradient))[1] == pytest.approx(backward, rel=0.01)
+
+    oomph.predict(program, gpu="h200")
+
+
 def test_a_sparse_tensor_with_dense_dimensions_holds_the_rows_that_are_not_zero():
     def program():
         x = torch.zeros(256, 256, device="cuda")

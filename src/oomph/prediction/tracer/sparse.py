@@ -43,6 +43,7 @@ CONVERSIONS: dict[OpOverload, torch.layout] = {
 }
 _COMPRESSED = {torch.sparse_csr: 0, torch.sparse_csc: 1}  # layout -> the dimension of compressed indices
 _COPIES = aten_ops("_coalesce.default clone.default sparse_mask.default")
+_TRANSPOSES = aten_ops("t.default transpose.int")
 _PRODUCTS = aten_ops("mm.default addmm.default _sparse_addmm.default")
 Run = Callable[[OpOverload, Sequence[Any], dict[str, Any]], Any]
 
@@ -72,14 +73,16 @@ class SparseTensors:
             dense_dim = options.get("dense_dim") or source.dim() - options.get("sparse_dim", source.dim())
             return self._converted(source, options.get("layout") or CONVERSIONS[func], dense_dim)
         is_coo = source.layout is torch.sparse_coo
-        if func in _COPIES or (func is aten.transpose.int and is_coo):
+        transposes = is_coo and func in _TRANSPOSES
+        if func in _COPIES or transposes:
+            held = self._keys(source) if func is aten._coalesce.default else ()
             parts = [self._run_dense(aten.clone.default, (part,), {}) for part in sparse_parts(source)]
+            del held
             shape = list(source.shape)
-            if func is aten.transpose.int:
-                first, second = args[1:]
+            if transposes:
+                first, second = args[1:] or (0, 1)
                 shape[first], shape[second] = shape[second], shape[first]
-            coalesced = func is not aten.transpose.int
-            return self._made(parts, shape, source.layout, source.dense_dim(), coalesced)
+            return self._made(parts, shape, source.layout, source.dense_dim(), not transposes)
         if func is aten._to_copy.default:
             options = {name: value for name, value in kwargs.items() if name != "layout"}
             indices = {**options, "dtype": None}
@@ -91,7 +94,7 @@ class SparseTensors:
         if func in _PRODUCTS:
             sparse, dense = args[-2:]
             if sparse.layout is torch.sparse_coo and dense.layout is torch.strided:
-                return self._coo_product(sparse, dense)
+                return self._coo_product(func, sparse, dense)
             if sparse.layout is torch.sparse_csc:  # cuSPARSE takes CSR
                 args = [*args[:-2], self._converted(sparse, torch.sparse_csr), dense]
         return self._estimated(func, args, kwargs)
@@ -105,20 +108,30 @@ class SparseTensors:
         indices = self._run_dense(aten.view.default, (indices, [1, -1]), {})
         return self._made((indices, rows), (args[4], grad.size(1)), torch.sparse_coo, 1, coalesced=False)
 
-    def _coo_product(self, sparse: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+    def _coo_product(self, func: OpOverload, sparse: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
         """s_addmm_out_sparse_dense_cuda (native/sparse/cuda/SparseCUDATensorMath.cu): sorted, with indices of
-        32 bits, into a column-major copy of the result."""
+        32 bits as CSR has them, into a column-major copy of the result. `mm` adds it to zeros."""
         if sparse.size(1) != dense.size(0):
             raise RuntimeError(f"mm: Expected dim 0 size {sparse.size(1)}, got {dense.size(0)}")
+        empty = partial(self._run_dense, aten.new_empty.default)
+        shape = [sparse.size(0), dense.size(1)]
+        zeros = empty((dense, shape), {}) if func is aten.mm.default else None
+        out = empty((dense, shape), {})
         if isinstance(sparse, FakeTensor) and not sparse.is_coalesced():
             sparse = self.run(aten._coalesce.default, (sparse,), {})
-        empty = partial(self._run_dense, aten.new_empty.default, (dense, [sparse.size(0), dense.size(1)]), {})
-        out = empty()
         if self._tracer.on_gpu(dense):
-            indices = sparse_parts(sparse)[0]
-            temporaries = self._run_dense(aten._to_copy.default, (indices,), {"dtype": torch.int32}), empty()
-            del temporaries
+            indices = {"dtype": torch.int32}
+            count = sparse_parts(sparse)[0].size(1)
+            rows, columns = (empty((dense, [n]), indices) for n in (sparse.size(0) + 1, count))
+            copy = empty((dense, shape), {})
+            del rows, columns, copy
+        del zeros
         return out  # type: ignore[no-any-return]
+
+    def _keys(self, sparse: torch.Tensor) -> list[torch.Tensor]:
+        """What coalescing holds (native/sparse/cuda/SparseCUDATensor.cu): keys, sorted keys and positions."""
+        indices = sparse_parts(sparse)[0]
+        return [self._run_dense(aten.new_empty.default, (indices, [indices.size(1)]), {}) for _ in range(3)]
 
     def _with_values(self, indices: torch.Tensor) -> torch.Tensor:
         if (found := self._indices.get(indices.untyped_storage())) is not None:
