@@ -736,3 +736,20 @@ for _ in range(3):
 """
     found = predicted("import torch\nfrom torch import nn\n" + source)
     assert {one.module for one in found.allocations if one.kind == "parameter"} == {"0", "1"}
+
+
+def test_data_are_in_the_order_that_the_seed_gives_after_parameters_are_initialised(predicted):
+    seeded = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+built = nn.Sequential(nn.Linear(300, 100), nn.Embedding(50, 33), nn.TransformerEncoderLayer(32, 4)).half()
+nn.init.orthogonal_(nn.Linear(9, 9).weight)
+nn.init.trunc_normal_(built[0].weight, std=0.02)
+order = [batch.tolist() for batch in torch.utils.data.DataLoader(range(64), 16, shuffle=True)]
+"""
+    real = {}
+    with torch.random.fork_rng(devices=()):
+        exec(seeded, real)
+    steps = MODEL + STEPS + "train(8)\n"
+    assert predicted(f"{seeded}\nassert order == {real['order']}\n{steps}").peak.allocated

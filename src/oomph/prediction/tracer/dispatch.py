@@ -40,7 +40,14 @@ from oomph.prediction.cuda.rules import (
 )
 from oomph.prediction.cuda.workspaces import CALLS_CUBLAS, CublasWorkspaces
 from oomph.prediction.tracer.fake_cuda import DEVICE, Patches
-from oomph.prediction.tracer.fast_path import VIEWS, FastPath, broadcasts_into, described_call, is_dense
+from oomph.prediction.tracer.fast_path import (
+    INITIALISERS,
+    VIEWS,
+    FastPath,
+    broadcasts_into,
+    described_call,
+    is_dense,
+)
 from oomph.prediction.tracer.placement import PlacementMode, without_cuda
 from oomph.prediction.tracer.sparse import CONVERSIONS, MAKES_SPARSE, SparseTensors
 from oomph.prediction.tracer.tracer import Tracer
@@ -675,6 +682,8 @@ class DispatchMode(TorchDispatchMode):
                 return self._read(func, args, kwargs)
             if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
                 return self._copy_into_real(args[0], args[1])
+            if func in INITIALISERS:
+                self.tracer.draw_on_host(args[0], lambda real: func(real, *args[1:], **kwargs))
             out = self._fake(func, args, kwargs)
             self._propagate_values(func, args, kwargs, tensors, out)
             return out

@@ -65,7 +65,7 @@ _FACTORIES_LIKE = aten_ops("empty_like.default zeros_like.default ones_like.defa
 _NEW_OPTIONS = {"device": (None, _CPU), "layout": (None, torch.strided), "pin_memory": (None, False)}
 _LIKE_OPTIONS = {"memory_format": (None, torch.preserve_format), "pin_memory": (None, False)}
 # Results are thrown away or known: nothing to compute.
-_INITIALISERS = aten_ops("normal_.default uniform_.default bernoulli_.float random_.default")
+INITIALISERS = aten_ops("normal_.default uniform_.default bernoulli_.float random_.default")
 _FUSED_OPTIMIZERS = aten_ops("""
     _fused_adam_.default _fused_adam_.tensor_lr _fused_adamw_.default _fused_adamw_.tensor_lr
     _fused_sgd_.default _fused_sgd_.tensor_lr _fused_adagrad_.default
@@ -95,7 +95,7 @@ class FastPath:
             **dict.fromkeys(_FACTORIES, self._new),
             **dict.fromkeys(_FACTORIES_LIKE, self._like),
             aten._to_copy.default: self._cast,
-            **dict.fromkeys(_INITIALISERS, lambda func, args, kwargs: args[0]),
+            **dict.fromkeys(INITIALISERS, lambda func, args, kwargs: args[0]),
             **dict.fromkeys(_FUSED_OPTIMIZERS, lambda func, args, kwargs: None),
         }
 

@@ -95,7 +95,7 @@ def tracing(gpu: GPU, log: OpLog | None = None) -> Iterator[Tracer]:
         install_saving(patches)
         install_python_kernels(patches)
         _make_generators_on_host(patches)
-        _draw_truncated_normals_once(patches)
+        _draw_truncated_normals_once(patches, tracer)
         _skip_triton_kernels(patches, tracer)
         _disable_wandb(patches)
         _follow_resized_storages(patches, tracer)
@@ -374,7 +374,7 @@ def _follow_resized_storages(patches: Patches, tracer: Tracer) -> None:
     patches.set(torch.UntypedStorage, "resize_", resize_)
 
 
-def _draw_truncated_normals_once(patches: Patches) -> None:
+def _draw_truncated_normals_once(patches: Patches, tracer: Tracer) -> None:
     """From torch 2.13 on, it draws until all values are in bounds: forever, if they are unknown."""
     if torch.__version__ < "2.13":
         return
@@ -383,6 +383,9 @@ def _draw_truncated_normals_once(patches: Patches) -> None:
     def draw(tensor: Any, mean: float, std: float, a: float, b: float, generator: Any = None) -> Any:
         if not isinstance(tensor, FakeTensor):
             return trunc_normal(tensor, mean, std, a, b, generator)
+        if not tracer.on_gpu(tensor):
+            tracer.draw_on_host(tensor, lambda real: trunc_normal(real, mean, std, a, b, generator))
+            return tensor
         with torch.no_grad():
             tensor.normal_(mean, std, generator=generator)
             outside = (tensor < a) | (tensor > b)

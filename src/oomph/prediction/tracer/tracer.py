@@ -38,6 +38,7 @@ from oomph.torch_internals import (
     FakeTensor,
     FakeTensorMode,
     OpOverload,
+    disable_dispatch_modes,
     disable_torch_function,
     get_sequence_nr,
     is_traceable_wrapper_subclass,
@@ -337,6 +338,7 @@ Phase = Literal["setup", "forward", "backward", "optimizer"]
 _ACCUMULATE_GRAD = 2**64 - 1  # the sequence number of every AccumulateGrad node
 _MOST_OPERANDS = 4  # that are looked at: a foreach op has hundreds
 _OF_MODEL = ("parameter", "buffer", "weight average")
+_MOST_DRAWS = 300_000_000  # random numbers, in about a second
 _KIND_OF_STAGE: dict[Stage, Kind] = {
     "batch": "batch",
     "backward": "temporary",
@@ -405,6 +407,8 @@ class Tracer:
         self.modules = ModuleStack(self.recorder.mark)
         self.phase: Phase = "setup"
         self.step = 0
+        self._first_seed = torch.initial_seed()
+        self._most_draws = _MOST_DRAWS  # that are left
         self.ranks = 1  # of the process group; one of them is traced
         self.has_process_group = False  # the program has made one
         self.call = CallState()
@@ -677,6 +681,14 @@ class Tracer:
             self._written = {id(allocation), *(() if is_next else self._written)}
             if is_next and self.on_parameter_update is not None:
                 self.on_parameter_update()
+
+    def draw_on_host(self, like: torch.Tensor, draw: Callable[[torch.Tensor], object]) -> None:
+        """Advance the host's random generator as initialising a parameter does, if the program set its seed:
+        then the order of its data, which follows, is that of the real run."""
+        if torch.initial_seed() != self._first_seed and like.numel() <= self._most_draws:
+            self._most_draws -= like.numel()
+            with disable_dispatch_modes(), disable_torch_function():
+                draw(torch.empty(like.shape, dtype=like.dtype))
 
     def record_embedding(self, weight: torch.Tensor, indices: torch.Tensor) -> None:
         """Rows that the program looks up; all where the indices are not known."""
