@@ -842,6 +842,29 @@ def test_lazy_modules_get_their_parameters_on_the_gpu_they_were_moved_to(move):
     assert lazy.peak.allocated == usual.peak.allocated > 4 * MiB
 
 
+def test_gradients_of_each_of_many_calls_are_given_to_the_program():
+    """As in meta-learning, where every task adapts the weights before its backward pass."""
+
+    def train():
+        model = nn.Linear(512, 512).cuda()
+        x = torch.randn(8, 512, device="cuda")
+
+        def step():
+            for _ in range(6):
+                gradients = torch.autograd.grad(
+                    mean_square(model, x), list(model.parameters()), create_graph=True
+                )
+                adapted = [
+                    each - 0.1 * gradient
+                    for each, gradient in zip(model.parameters(), gradients, strict=True)
+                ]
+                nn.functional.linear(x, *adapted).sum().backward()
+
+        return step
+
+    assert oomph.predict(train).peak.allocated
+
+
 def test_lazy_modules_are_copied_and_loaded_before_their_first_call():
     def train():
         model = nn.LazyLinear(1024).cuda()

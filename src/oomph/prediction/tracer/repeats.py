@@ -933,6 +933,7 @@ class RepeatedCalls:
         self._traced: dict[Any, _TracedCall] = {}
         self._pending: list[_TracedCall] = []  # called since the last backward pass, and repeated in it
         self._last: _TracedCall | None = None  # traced since the last backward pass
+        self.graph_is_read = False  # by autograd.grad, or a second pass: calls need graphs of their own
 
     def call(self, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         tracer = self._tracer
@@ -978,7 +979,7 @@ class RepeatedCalls:
         with_grad = torch.is_grad_enabled()
         if with_grad:
             trained = [each for each in module.parameters() if each.requires_grad]
-            if not trained or any(each.grad is None for each in trained):
+            if self.graph_is_read or not trained or any(each.grad is None for each in trained):
                 raise _NotRepeatable
         autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
         described = tuple(self._describe(leaf) for leaf in leaves)

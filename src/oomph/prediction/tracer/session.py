@@ -509,8 +509,10 @@ def _follow_backward(patches: Patches, tracer: Tracer, repeated: RepeatedCalls) 
             return engine(tensors, gradients, keep, create, *args, **kwargs)
         tracer.label_parameters()
         tracer.holders()
+        accumulates = kwargs.get("accumulate_grad", True)
+        repeated.graph_is_read |= create or not accumulates
         # Gradients that autograd.grad makes a graph of are part of a loss, whose backward pass comes later.
-        with tracer.in_phase("backward", marked=not create or kwargs.get("accumulate_grad", True)):
+        with tracer.in_phase("backward", marked=not create or accumulates):
             kernels = len(tracer.work.kernels)
             call = functools.partial(run_engine, tensors, gradients, keep, create, *args, **kwargs)
             in_thread = create and internals.current_functorch_transform() is None
