@@ -124,6 +124,16 @@ def test_a_tensor_whose_data_is_assigned_has_the_values_of_the_data():
 
 
 @in_process
+def test_a_number_assigned_by_a_mask_needs_no_indices_in_backward_either():
+    def program():
+        x = torch.randn(512, 512, device="cuda", requires_grad=True) * 1
+        x[x > 0.5] = 0
+        x.sum().backward()
+
+    assert not any(each.dtype == "int64" for each in oomph.predict(program).allocations)
+
+
+@in_process
 def test_large_values_made_of_some_that_are_written_later_are_guessed():
     def program():
         positions = torch.arange(1200, device="cuda")

@@ -416,9 +416,13 @@ class DispatchMode(TorchDispatchMode):
         return self._fake(aten.new_empty.default, (out, list(shape)), {})
 
     def _is_masked_fill(self, call: Mapping[str, Any]) -> bool:
-        """A number of the host, assigned by one mask, is filled in (native/TensorAdvancedIndexing.cpp)."""
+        """A number of the host, assigned by one mask, is filled in (native/TensorAdvancedIndexing.cpp). So is
+        the zero in its place in the gradient."""
+        values, node = call["values"], current_autograd_node()
+        number = values.numel() == 1 and not self.tracer.on_gpu(values)
+        if node is not None and node.name().startswith("IndexPutBackward"):
+            number = values.dim() == 0
         given = [index for index in call["indices"] if index is not None]
-        number = call["values"].numel() == 1 and not self.tracer.on_gpu(call["values"])
         return number and not call["accumulate"] and len(given) == 1
 
     def _state_selected(self, call: Mapping[str, Any]) -> None:
