@@ -580,6 +580,18 @@ def test_one_note_says_that_a_condition_had_both_answers():
 
 
 @in_process
+def test_one_note_gives_the_whole_numbers_that_a_line_read():
+    def program():
+        x = torch.randn(4096, device="cuda", requires_grad=True)
+        counts = [(x.detach() > bound).sum().item() for bound in (0.0, 1.0, 2.0)]
+        assert len({*counts}) > 1
+        x.sum().backward()
+
+    (text,) = (note.text for note in oomph.predict(program).notes if "whole number" in note.text)
+    assert " to " in text
+
+
+@in_process
 def test_a_loop_is_not_left_at_once_where_it_runs_again():
     rounds = []
 

@@ -813,6 +813,7 @@ class ValueEstimates:
         as_guessed = frozenset(key[:2] for key in self._assumptions.other_answers if not key[2])
         self._loops = Loops(self._assumptions.sizes, as_guessed, allocated)
         self.conditions: dict[Site, str] = {}  # what those that are guesses were taken as, in order
+        self._numbers: dict[Site, tuple[int, int]] = {}  # the least and most of whole ones that are guesses
         self.last_condition: ConditionKey | None = None
         self.loops_cut = self._loops.cut
         self.sizes_assumed = False
@@ -867,7 +868,9 @@ class ValueEstimates:
                 self.last_condition = key
             return answer
         if isinstance(value, int):
-            self._note(f"a whole number read from the GPU is taken as {0 if other else value}")
+            number = 0 if other else value
+            least, most = self._numbers.get(site, (number, number))
+            self._numbers[site] = min(least, number), max(most, number)
         else:
             self._note_once(
                 "numbers read from the GPU (a loss to print, a norm) are taken as 1.0 and what follows"
@@ -877,6 +880,11 @@ class ValueEstimates:
     def notes(self) -> Iterator[Note]:
         for site, taken in self.conditions.items():
             text = f"a condition on values of the GPU is taken as {taken}"
+            yield Note(text, site if site.file else None)
+        for site, (least, most) in self._numbers.items():
+            text = f"a whole number read from the GPU is taken as {least}"
+            if most > least:
+                text = f"whole numbers read from the GPU are taken as {least} to {most}"
             yield Note(text, site if site.file else None)
 
     def state_selected(self, mask: torch.Tensor, rows: int, at_most: bool = False) -> None:
