@@ -625,12 +625,13 @@ optimizer.step()
 def test_the_profiler_finds_modules_in_its_stacks(predicted):
     source = """
 from torch.profiler import ProfilerActivity, profile
+train(8)  # torch reads names of code that was freed meanwhile, such as that of a module imported here
 with profile(activities=[ProfilerActivity.CPU], with_stack=True) as profiler:
     train(8)
 assert any("nn.Module: Linear" in event.name for event in profiler.events())
 optimizer.step()
 """
-    assert predicted(MODEL + STEPS + source, steps=4).peak.allocated
+    assert predicted(MODEL + STEPS + source, steps=7).peak.allocated
 
 
 def test_a_counter_of_flops_gets_a_graph_without_ops(predicted):
