@@ -421,7 +421,7 @@ class DispatchMode(TorchDispatchMode):
         values, node = call["values"], current_autograd_node()
         number = values.numel() == 1 and not self.tracer.on_gpu(values)
         if node is not None and node.name().startswith("IndexPutBackward"):
-            number = values.dim() == 0
+            number = values.dim() == 0 and node.next_functions[1][0] is None
         given = [index for index in call["indices"] if index is not None]
         return number and not call["accumulate"] and len(given) == 1
 
