@@ -575,7 +575,8 @@ def convolution_calls(case: dict[str, Any], device: str) -> list[tuple[Any, tupl
     transposed, groups = bool(int(case.get("transposed", 0))), int(case.get("groups", 1))
     geometry = (None, *(sizes[name] for name in ANY[2:5]), transposed, [0] * rank, groups)
     forward, backward = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
-    gradient = torch.empty_like(forward(x, w, *geometry), memory_format=format)
+    shape = forward(*(torch.empty_like(each, device="meta") for each in (x, w)), *geometry).shape
+    gradient = torch.empty(shape, **options).to(memory_format=format)
     masks = ((True, False, False), (False, True, False))
     return [(forward, (x, w, *geometry)), *((backward, (gradient, x, w, *geometry, mask)) for mask in masks)]
 
