@@ -337,6 +337,20 @@ torch.optim.SGD(model.parameters()).step()
     assert at_peak >= {((256, 256), "float32"), ((3,), "int64")}
 
 
+def test_what_the_program_has_saved_is_loaded_to_the_device_it_asks_for(predicted):
+    """Small tensors of the host have values, large ones have none."""
+    source = """
+torch.save(nn.Linear(256, 8192), "last.pt")
+for location in ("cuda", {"cpu": "cuda:0"}, lambda storage, _: storage.cuda(0)):
+    loaded = torch.load("last.pt", map_location=location, weights_only=False)
+    assert loaded.weight.is_cuda and loaded.bias.is_cuda, location
+loaded = torch.load("last.pt", map_location=lambda storage, _: storage, weights_only=False)
+assert not loaded.weight.is_cuda and not loaded.bias.is_cuda
+train(8)
+"""
+    assert predicted(MODEL + STEPS + source).peak.allocated
+
+
 def test_tensors_that_are_loaded_where_they_are_used(predicted):
     """As Lightning's lazy checkpoints do: an object that is no tensor makes one when an op takes it."""
     found = predicted(

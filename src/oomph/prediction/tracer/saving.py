@@ -96,8 +96,9 @@ def _save_without_data(patches: Patches) -> None:
             with open(f, "rb") as file:
                 head = file.read(len(_SAVED))
                 rest = file.read() if head == _SAVED else b""
-        if head != _SAVED:
-            return load_real(f, map_location, *args, **kwargs)
+        if head != _SAVED:  # or a tensor with values in a file that we have written
+            where = _map_location.get() if map_location is None else map_location
+            return load_real(f, where, *args, **kwargs)
         token = _map_location.set(map_location)
         try:
             return pickle.loads(rest)
@@ -116,8 +117,9 @@ def _tensor_without_data(
     where = _map_location.get()
     if isinstance(where, dict):
         where = where.get(device, device)
-    if callable(where):  # such as lambda storage, location: storage
-        where = "cpu"
+    if callable(where):  # such as lambda storage, location: storage.cuda()
+        moved = where(torch.UntypedStorage(0, device="cpu"), device)
+        where = None if moved is None else getattr(moved, "loaded_to", "cpu")
     where = device if where is None else where
     tensor = torch.empty_strided(shape, stride, dtype=dtype, device=where)
     return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
