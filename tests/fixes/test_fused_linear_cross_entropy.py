@@ -395,6 +395,19 @@ def test_errors_in_the_loss_are_reported_by_torch():
         F.cross_entropy(model(x).mT, y, reduction="mode")
 
 
+def test_gather_ignores_no_index_and_keeps_the_dtype():
+    model, (x, y) = fixed(torch.bfloat16), batch_of(torch.bfloat16)
+    chosen = y.clamp(min=0)[..., None]
+    with torch.autocast("cpu", torch.bfloat16, enabled=False):
+        log_probabilities = model(x).log_softmax(-1)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert log_probabilities.gather(-1, chosen).dtype == torch.bfloat16
+    assert torch.equal(log_probabilities.gather(-1, y[..., None]).isnan(), y[..., None] == -100)
+    with torch.no_grad():
+        out = torch.gather(log_probabilities, -1, chosen, out=torch.empty(ROWS, LENGTH, 1).bfloat16())
+    assert out.isfinite().all()
+
+
 def test_logits_read_after_the_update_say_so():
     model, (x, y) = fixed(), batch_of(torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -341,6 +341,7 @@ _STEPS: dict[str, Callable[..., Changes]] = {
 
 # Losses ----------------------------------------------------------------------------------------------
 
+_NO_INDEX = -(2**31)  # an ignore_index that programs do not use
 _EXACT = 1e-12  # a soft cap divides and multiplies: 1 / 30 * 30 need not be 1
 
 
@@ -397,16 +398,17 @@ def _loss(
 
 
 def _gathered(
-    logits: Logits, dim: Any = None, index: Any = None, *, sparse_grad: bool = False
+    logits: Logits, dim: Any = None, index: Any = None, *, sparse_grad: bool = False, out: Any = None
 ) -> Tensor | None:
-    """`log_softmax(...).gather(...)` with one class of each token: its negative cross-entropy."""
+    """`log_softmax(...).gather(...)` with one class of each token: its negative cross-entropy. Indices out of
+    range, -100 too, give NaN."""
     n, classes = len(logits.shape), logits.classes_dim
-    if type(dim) is not int or not -n <= dim < n or dim % n != classes or sparse_grad:
+    if type(dim) is not int or not -n <= dim < n or dim % n != classes or sparse_grad or out is not None:
         return None
     if not isinstance(index, Tensor) or index.dim() != n or index.shape[classes] != 1:
         return None
-    loss = _loss(logits, index.squeeze(classes), reduction="none")
-    return None if loss is None else -loss.unsqueeze(classes)
+    loss = _loss(logits, index.squeeze(classes), ignore_index=_NO_INDEX, reduction="none")
+    return None if loss is None else -loss.unsqueeze(classes).to(logits.dtype)
 
 
 def _head_autocast(logits: Logits) -> Any:
