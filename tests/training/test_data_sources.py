@@ -78,6 +78,11 @@ def test_bad_parquet_is_one_line_each(tmp_path):
         open_text(str(tmp_path / "b.parquet"))
 
 
+def test_a_path_that_the_system_refuses_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"xxx\.txt cannot be read: File name too long"):
+        open_text(f"{tmp_path}/{'x' * 300}.txt")
+
+
 @pytest.mark.parametrize("name", ["wikitext-2", "fineweb-edu"])
 def test_hub_data_without_a_network_are_one_line_within_seconds(name, monkeypatch):
     pytest.importorskip("datasets")

@@ -417,7 +417,10 @@ def open_text(source: str, field: str = "text") -> Corpus:
         raise UserError(
             f"there is no data source {source!r}{hint}; choose from {', '.join(TEXT_NAMES)} or a path"
         )
-    return _open_path(source, field)
+    try:
+        return _open_path(source, field)
+    except OSError as error:  # the run that would be resumed has not started
+        raise UserError(f"{error.filename or source} cannot be read: {error.strerror or error}") from error
 
 
 def _open_path(source: str, field: str) -> Corpus:
