@@ -338,7 +338,7 @@ Phase = Literal["setup", "forward", "backward", "optimizer"]
 _ACCUMULATE_GRAD = 2**64 - 1  # the sequence number of every AccumulateGrad node
 _MOST_OPERANDS = 4  # that are looked at: a foreach op has hundreds
 _OF_MODEL = ("parameter", "buffer", "weight average")
-_MOST_DRAWS = 300_000_000  # random numbers, in about a second
+_MOST_DRAWS = 100_000_000  # random numbers, in one to three seconds
 _KIND_OF_STAGE: dict[Stage, Kind] = {
     "batch": "batch",
     "backward": "temporary",
@@ -408,7 +408,7 @@ class Tracer:
         self.phase: Phase = "setup"
         self.step = 0
         self._first_seed = torch.initial_seed()
-        self._most_draws = _MOST_DRAWS  # that are left
+        self._draws_left = _MOST_DRAWS
         self.ranks = 1  # of the process group; one of them is traced
         self.has_process_group = False  # the program has made one
         self.call = CallState()
@@ -684,9 +684,12 @@ class Tracer:
 
     def draw_on_host(self, like: torch.Tensor, draw: Callable[[torch.Tensor], object]) -> None:
         """Advance the host's random generator as initialising a parameter does, if the program set its seed:
-        then the order of its data, which follows, is that of the real run."""
-        if torch.initial_seed() != self._first_seed and like.numel() <= self._most_draws:
-            self._most_draws -= like.numel()
+        then the order of its data, which follows, is that of the real run. From the parameter on with which
+        there are too many numbers to draw, the order is another."""
+        if torch.initial_seed() == self._first_seed:
+            return
+        self._draws_left -= like.numel()
+        if self._draws_left >= 0:
             with disable_dispatch_modes(), disable_torch_function():
                 draw(torch.empty(like.shape, dtype=like.dtype))
 
