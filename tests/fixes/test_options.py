@@ -49,7 +49,8 @@ def test_names_of_modules(fix, option):
 
 @pytest.mark.parametrize(("fix", "option"), FLAGS)
 def test_flags(fix, option):
-    refused(FixUse(fix, {option: 1}), f"{option}=1 is not valid", "true, false")
+    for value in (1, None):
+        refused(FixUse(fix, {option: value}), f"{option}={value} is not valid", "true, false")
 
 
 @pytest.mark.parametrize(

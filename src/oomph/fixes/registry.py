@@ -160,8 +160,8 @@ class Fix:
         for name, one in self.options.items():
             if one.default is one.empty and name not in options:
                 raise UserError(f"fix {self.name!r} needs the option {name!r}; {valid}")
-            is_flag, given = one.annotation in ("bool", "bool | None"), options.get(name)
-            if is_flag and not isinstance(given, bool | None):
+            is_flag, given = one.annotation in ("bool", "bool | None"), options.get(name, one.default)
+            if is_flag and not isinstance(given, bool) and given is not one.default:
                 raise UserError(f"fix {self.name!r}: {name}={given!r} is not valid; valid: true, false")
 
 
