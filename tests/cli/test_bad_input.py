@@ -72,6 +72,7 @@ cases(
     ("predict p.py:ok --html no/f.html", "--html 'no/f.html': the directory 'no' does not exist"),
     ("predict p.py:ok --json=yes", "Option '--json' does not take a value"),
     ("fixes --only micro_batches", "--only tries fixes on a target"),
+    ("fixes --gpu rtx4090", "--gpu is for the step of a target"),
     ("fixes p.py:ok --allow speed", "--allow 'speed' is not a kind of fix; valid: exact, precision"),
     ("fixes p.py:ok --only recompte", "there is no fix 'recompte'; did you mean 'activation_check"),
     ("fixes p.py:nothing --only gradient_checkpointing", "here that is 'activation_checkpointing'"),

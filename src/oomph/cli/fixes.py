@@ -53,6 +53,8 @@ def run_fixes(given: FixesOptions) -> int:
     if not given.target and given.module is None:
         if given.only:
             raise UserError("--only tries fixes on a target: oomph fixes TARGET --only FIX")
+        if given.limits:
+            raise UserError(f"{given.limits[0]} is for the step of a target: oomph fixes TARGET")
         return _list_all(given.json)
     options = find_target(given, "fixes")
     options.check()
