@@ -385,6 +385,17 @@ def test_a_mask_selects_what_the_shape_of_its_result_says(further):
     assert oomph.predict(program).interval is None
 
 
+def test_a_router_reaches_every_expert():
+    def program():
+        scores = nn.Linear(64, 16, device="cuda")(torch.randn(512, 64, device="cuda"))
+        chosen = nn.functional.one_hot(scores.topk(2).indices, 16).permute(2, 1, 0)
+        reached = (chosen.sum(dim=(-1, -2)) > 0).nonzero()
+        assert len(reached) == 16
+        scores.sum().backward()
+
+    oomph.predict(program)
+
+
 @pytest.mark.parametrize("known", [False, True], ids=["samples", "whole"])
 def test_an_unknown_mask_selects_some_elements_even_if_examples_of_its_values_are_alike(known):
     """Points, which are alike in a trace, in a part of an image."""

@@ -437,18 +437,17 @@ class Values:
         elif first is not None and not inputs[id(first)].whole and func in _REDUCTIONS:
             values = _REDUCTIONS[func](inputs[id(first)].values)
             return self.set(result, values.to(result.dtype), whole=False, known=known)
-        elif (
-            first is not None
-            and func in _SUMS
-            and not floating
-            and (not inputs[id(first)].whole or _is_unsure(inputs[id(first)]))
-        ):
+        elif first is not None and func in _SUMS and not inputs[id(first)].whole and not floating:
             entry, count = inputs[id(first)], first.numel() // max(result.numel(), 1)
             mean = _fraction(entry) if "count" in func.name() else _mean(entry)
             return self.set(result, torch.tensor(round(mean * count)), whole=False, known=known)
         follow = small and (whole or pointwise or not floating)
         if not follow or not self._store_computed(call, results, known=known):
             self.invalidate(call)
+        elif result.dtype == torch.bool and any(tensor.dtype.is_floating_point for tensor in given):
+            entry = self._entries[result]
+            if result.numel() >= _SEVERAL and _is_unsure(entry):  # as unknown floats are
+                self.set(result, entry.values.flatten(), whole=False, known=False)
 
     def put_off(self, call: OpCall, given: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
         """Distances between known positions, masks of known lengths."""
@@ -777,11 +776,9 @@ def _fraction(entry: Representative) -> float:
 
 
 def _is_unsure(entry: Representative) -> bool:
-    """An unknown condition whose examples are all alike. Few values of a whole tensor may well be."""
+    """An unknown condition whose examples are all alike."""
     values = entry.values
-    if entry.known or values.dtype != torch.bool or (entry.whole and values.numel() < _SEVERAL):
-        return False
-    return bool(values.all()) == bool(values.any())
+    return not entry.known and values.dtype == torch.bool and bool(values.all()) == bool(values.any())
 
 
 def _mean(entry: Representative) -> float:
@@ -999,7 +996,7 @@ class ValueEstimates:
     def _rows_guessed(self, mask: torch.Tensor, found: Representative) -> int:
         elements = mask.numel()
         op = "aten.nonzero (also run for x[mask])"
-        if found.whole and not _is_unsure(found):
+        if found.whole:
             count = int(found.values.count_nonzero())
             self.sizes_assumed = True
             self._note(f"the size of the result of {op} depends on values: {count:,} is assumed")
