@@ -764,7 +764,7 @@ nn.init.trunc_normal_(built[0].weight, std=0.02)
 order = [batch.tolist() for batch in torch.utils.data.DataLoader(range(64), 16, shuffle=True)]
 """
     real = {}
+    steps = MODEL + STEPS + "train(8)\n"
     with torch.random.fork_rng(devices=()):
         exec(seeded, real)
-    steps = MODEL + STEPS + "train(8)\n"
-    assert predicted(f"{seeded}\nassert order == {real['order']}\n{steps}").peak.allocated
+        assert predicted(f"{seeded}\nassert order == {real['order']}\n{steps}").peak.allocated

@@ -95,6 +95,7 @@ def tracing(gpu: GPU, log: OpLog | None = None) -> Iterator[Tracer]:
         install_saving(patches)
         install_python_kernels(patches)
         _make_generators_on_host(patches)
+        _notice_seeds(patches, tracer)
         _draw_truncated_normals_once(patches, tracer)
         _skip_triton_kernels(patches, tracer)
         _disable_wandb(patches)
@@ -457,6 +458,18 @@ def _make_generators_on_host(patches: Patches) -> None:
         device = property(lambda self: self.asked)
 
     patches.set(torch, "Generator", Generator)
+
+
+def _notice_seeds(patches: Patches, tracer: Tracer) -> None:
+    seed = torch.manual_seed
+
+    @functools.wraps(seed)
+    def manual_seed(number: Any) -> torch.Generator:
+        tracer.seeded = True
+        return seed(number)
+
+    for module in (torch, torch.random):
+        patches.set(module, "manual_seed", manual_seed)
 
 
 # ------------------------------------------------------------------------------------------------------ hooks

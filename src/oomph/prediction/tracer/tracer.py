@@ -407,7 +407,7 @@ class Tracer:
         self.modules = ModuleStack(self.recorder.mark)
         self.phase: Phase = "setup"
         self.step = 0
-        self._first_seed = torch.initial_seed()
+        self.seeded = False  # the program has set the seed of the host's random generator
         self._draws_left = _MOST_DRAWS
         self.ranks = 1  # of the process group; one of them is traced
         self.has_process_group = False  # the program has made one
@@ -686,12 +686,13 @@ class Tracer:
         """Advance the host's random generator as initialising a parameter does, if the program set its seed:
         then the order of its data, which follows, is that of the real run. From the parameter on with which
         there are too many numbers to draw, the order is another."""
-        if torch.initial_seed() == self._first_seed:
+        if not self.seeded:
             return
         self._draws_left -= like.numel()
         if self._draws_left >= 0:
             with disable_dispatch_modes(), disable_torch_function():
-                draw(torch.empty(like.shape, dtype=like.dtype))
+                real = torch.empty(like.shape, dtype=like.dtype)
+                self.guard.call("random numbers", "a parameter", lambda: draw(real), lambda: None)
 
     def record_embedding(self, weight: torch.Tensor, indices: torch.Tensor) -> None:
         """Rows that the program looks up; all where the indices are not known."""
