@@ -391,6 +391,8 @@ def test_tensors_of_a_class_without_dispatch_are_moved_to_the_gpu():
         image = torch.randn(ROWS, WIDTH).as_subclass(Noise).cuda()
         noise = Noise(torch.randn(ROWS, WIDTH)).to("cuda")
         on_gpu = Noise(noise)
+        assert Noise(ROWS, WIDTH).shape == noise.shape
+        assert isinstance(Noise([1.0, 2.0]), Noise)
         for each in (image, noise, on_gpu):
             assert isinstance(each, Noise)
             assert each.is_cuda

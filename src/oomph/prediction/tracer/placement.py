@@ -433,9 +433,11 @@ def install_tensor_device(patches: Patches, tracer: Tracer) -> None:
     make = torch.Tensor.__new__
 
     def new(cls: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if cls is not torch.Tensor and len(args) == 1 and isinstance(args[0], torch.Tensor):
-            return as_fake_subclass(args[0], cls)  # torch's way calls an op, whose result has a class already
-        return make(cls, *args, **kwargs)
+        if cls is torch.Tensor:
+            return make(cls, *args, **kwargs)
+        # torch's way calls an op, whose result has a class already.
+        is_given = len(args) == 1 and isinstance(args[0], torch.Tensor)
+        return as_fake_subclass(args[0] if is_given else make(torch.Tensor, *args, **kwargs), cls)
 
     patches.set(torch.Tensor, "__new__", new)
     patches.set(FakeTensor, "get_nested_int", _nested_int)
