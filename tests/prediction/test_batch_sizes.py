@@ -153,3 +153,22 @@ model(torch.randn(2, 8, 160).cuda()).sum().backward()
     assert "train.py:4" in last
     assert "because of --sizes" in last
     assert "[2, 8, 160] are traced as [2, 320, 160]" in last
+
+
+@pytest.mark.usefixtures("in_process")
+def test_sparse_graphs_are_no_batch():
+    def train():
+        graph = torch.eye(500).to_sparse().cuda()
+        table = nn.Embedding(500, 8).cuda()
+        optimizer = torch.optim.SGD(table.parameters())
+
+        def step():
+            items = torch.zeros(4, 16, dtype=torch.long).cuda()
+            torch.sparse.mm(graph, table.weight)[items].sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    assert named_shapes(oomph.predict(train).batch) == ["[B=4, T=16]"]
+    assert named_shapes(oomph.predict(train, sizes={"T": 64}).batch) == ["[B=4, T=64]"]

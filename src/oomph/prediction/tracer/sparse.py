@@ -87,8 +87,10 @@ class SparseTensors:
             options = {name: value for name, value in kwargs.items() if name != "layout"}
             indices = {**options, "dtype": None}
             *positions, values = sparse_parts(source)
+            moved = dict(self._tracer.moved)
             parts = [self._run_dense(func, (self._with_values(part),), indices) for part in positions]
             parts.append(self._run_dense(func, (values,), options))
+            self._tracer.moved = moved  # indices [2, N] are no batch of two rows
             coalesced = is_coo and source.is_coalesced()
             return self._made(parts, source.shape, source.layout, source.dense_dim(), coalesced)
         if func in _PRODUCTS:

@@ -654,11 +654,12 @@ class Tracer:
         self.recorder.record_tensor(tensor, self._describe(op, operands[:_MOST_OPERANDS]))
 
     def is_batch(self, source: torch.Tensor) -> bool:
-        """Whether a tensor that the program moves from the host to the GPU is data: no module holds it."""
+        """Whether a tensor that the program moves from the host to the GPU is data: dense, and held by no
+        module."""
         held = isinstance(source, torch.nn.Parameter) or source in self.buffer_sites
         if source.dtype is torch.uint8 and source.shape == (16,):  # the state of CUDA's random generator
             return False
-        held = held or self.loads_state
+        held = held or self.loads_state or source.layout is not torch.strided
         return source.dim() > 0 and self.phase == "forward" and not held and not self.modules.inside_model
 
     def record_move(self, source: torch.Tensor) -> None:
