@@ -83,6 +83,10 @@ cases(
     ("predict p.py B=4 --gpu 8GiB", "'B=4' would be an argument of the script; these come after --"),
     ("predict --json -m p --sizes B=4 lr=1 -- --b", "'lr=1' would be an argument of the script"),
     ("run --fix activation_checkpointing uses_gpu.py", "uses_gpu.py:2 uses CUDA, and there is no GPU here"),
+    (
+        "run uses_gpu.py --plan plan.json",
+        "--plan after uses_gpu.py is an option of the script; give --plan before",
+    ),
     ("fixes p.py --only micro_batches", "fix 'micro_batches' changes the step, not the model"),
     ("verify p.py micro_batches", "target 'p.py' is a whole script"),
     ("systems mamba", "there is no system 'mamba'; choose from hatchling"),

@@ -72,6 +72,9 @@ def run_script(
     words = [word for one in fixes for word in ("--plan" if one == plan else "--fix", one)]
     predict = shlex.join(("oomph", *options.command("predict", *words)))
     if not fixes and not has_gpu:
+        late = next((word for word in options.overrides if word in ("--plan", "--fix")), None)
+        if late:
+            raise UserError(f"{late} after {name} is an option of the script; give {late} before {name}")
         raise UserError(
             f"`oomph run` records GPU memory, and there is no GPU here; `{predict}` "
             "needs none (with --plan FILE or --fix NAME, run also runs scripts that need no GPU)"
