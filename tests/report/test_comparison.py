@@ -46,6 +46,14 @@ def test_the_line_that_grew_is_named_though_it_moved():
     (change,) = line_changes(prediction(), grown())
     assert (change.bytes, change.label) == (64 * MiB, f"loss.py:{LOSS.line + 10}")
     assert line_changes(prediction(), prediction()) == []
+    renamed = replace(
+        prediction(),
+        at_peak=tuple(
+            Alive(size, one._replace(site=one.site and replace(one.site, file=f"{one.site.file[:-3]}_2.py")))
+            for size, one in prediction().at_peak
+        ),
+    )
+    assert line_changes(prediction(), renamed) == []
 
 
 def test_lines_of_one_function_are_told_apart():

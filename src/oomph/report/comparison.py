@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -20,7 +20,8 @@ from oomph.units import format_bytes
 
 _PARTS = 3  # of a path: checkouts in different directories are the same program
 _ROWS = 12
-_Function = tuple[tuple[str, ...], str]  # the last parts of its file's path, and its name
+_File = tuple[str, ...]  # the last parts of its path
+_Function = tuple[_File, str]
 _Lines = dict[_Function, dict[int, set[str]]]  # ops of each line
 
 
@@ -41,7 +42,8 @@ class LineChange:
 
 def line_changes(before: Prediction, after: Prediction) -> list[LineChange]:
     """Largest first. An edit moves lines: those of a function are compared in order, by the ops they call."""
-    was = _old_lines(_ops_by_line(before), _ops_by_line(after))
+    old_name = _renamed_files(before, after)
+    was = _old_lines(_ops_by_line(before, {}), _ops_by_line(after, old_name))
     totals: dict[Any, list[int]] = {}
     shown: dict[Any, Allocation] = {}
     for is_after, run in enumerate((before, after)):
@@ -49,7 +51,7 @@ def line_changes(before: Prediction, after: Prediction) -> list[LineChange]:
             one = alive.allocation
             key: Any = (one.stage, one.op)
             if one.site is not None:
-                key = _function(one.site), one.site.line
+                key = _function(one.site, old_name if is_after else {}), one.site.line
                 key = was.get(key, ("new", key)) if is_after else key
             totals.setdefault(key, [0, 0])[is_after] += alive.bytes
             if key not in shown or (is_after and totals[key][1] == alive.bytes):  # the first of the new ones
@@ -58,12 +60,17 @@ def line_changes(before: Prediction, after: Prediction) -> list[LineChange]:
     return sorted(changes, key=lambda one: -abs(one.bytes))
 
 
-def _ops_by_line(run: Prediction) -> _Lines:
+def _function(site: Site, old_name: Mapping[_File, _File]) -> _Function:
+    file = _file(site)
+    return old_name.get(file, file), site.function
+
+
+def _ops_by_line(run: Prediction, old_name: Mapping[_File, _File]) -> _Lines:
     found: _Lines = {}
     for alive in run.at_peak:
         site, op = alive.allocation.site, alive.allocation.op
         if site is not None:
-            found.setdefault(_function(site), {}).setdefault(site.line, set()).add(op)
+            found.setdefault(_function(site, old_name), {}).setdefault(site.line, set()).add(op)
     return found
 
 
@@ -84,8 +91,25 @@ def _old_lines(before: _Lines, after: _Lines) -> dict[tuple[_Function, int], tup
     return found
 
 
-def _function(site: Site) -> _Function:
-    return Path(site.file).parts[-_PARTS:], site.function
+def _file(site: Site) -> _File:
+    return Path(site.file).parts[-_PARTS:]
+
+
+def _renamed_files(before: Prediction, after: Prediction) -> dict[_File, _File]:
+    """New file -> the old one with the most functions in common, of those that only one run has."""
+    functions: list[dict[_File, set[str]]] = [{}, {}]
+    for found, run in zip(functions, (before, after), strict=True):
+        for site, _ in run.by_line():
+            found.setdefault(_file(site), set()).add(site.function)
+    old, new = functions
+    gone = [file for file in old if file not in new]
+    renamed: dict[_File, _File] = {}
+    for file in (file for file in new if file not in old):
+        nearest = max(gone, key=lambda each: len(old[each] & new[file]), default=None)
+        if nearest is not None and old[nearest] & new[file]:
+            renamed[file] = nearest
+            gone.remove(nearest)
+    return renamed
 
 
 def _change(one: Allocation, before: int, after: int) -> LineChange:
