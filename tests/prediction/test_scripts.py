@@ -640,7 +640,7 @@ def test_the_profiler_finds_modules_in_its_stacks(predicted):
     source = """
 from torch.profiler import ProfilerActivity, profile
 train(8)  # torch reads names of code that was freed meanwhile, such as that of a module imported here
-with profile(activities=[ProfilerActivity.CPU], with_stack=True) as profiler:
+with profile(activities=[ProfilerActivity.CPU], with_stack=True, acc_events=True) as profiler:
     train(8)
 assert any("nn.Module: Linear" in event.name for event in profiler.events())
 optimizer.step()
