@@ -1,5 +1,6 @@
 """oomph.diagnose: the planted cause comes first, with its line, bytes and growth."""
 
+import copy
 import json
 import os
 from dataclasses import replace
@@ -349,18 +350,22 @@ def test_a_peak_in_evaluation_is_named_and_has_the_sizes_of_its_batch():
 
 
 @in_process
-def test_activations_of_an_evaluation_are_not_said_to_be_saved_for_backward():
+@pytest.mark.parametrize("averaged", [False, True])
+def test_activations_of_an_evaluation_are_not_said_to_be_saved_for_backward(averaged):
     def training():
         model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).cuda()
+        average = copy.deepcopy(model) if averaged else model
         optimizer = torch.optim.SGD(model.parameters())
 
         def step():
             model(torch.randn(16, 256, device="cuda")).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-            model.eval()
+            average.eval()
             with torch.no_grad():
-                model(torch.randn(65536, 256, device="cuda"))
+                for mean, parameter in zip(average.parameters(), model.parameters(), strict=True):
+                    mean.lerp_(parameter, 0.1)
+                average(torch.randn(65536, 256, device="cuda"))
             model.train()
 
         return step

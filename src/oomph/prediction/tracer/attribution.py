@@ -202,6 +202,7 @@ class ModuleStack:
         self.completed = 0  # calls of modules that were inside no other
         self._called: dict[bool, set[int]] = {True: set(), False: set()}  # their ids, by module.training
         self._last_called, self._last_training = 0, True
+        self._last_root: weakref.ref[nn.Module] | None = None
         self._roots: list[weakref.ref[nn.Module]] = []
         self._has_root = False  # or had one
 
@@ -222,6 +223,11 @@ class ModuleStack:
     def evaluating(self) -> bool:
         """Whether the model that ran last was in evaluation mode, and in training mode before."""
         return self._last_called in self._called[True] & self._called[False] and not self._last_training
+
+    @property
+    def in_evaluation_mode(self) -> nn.Module | None:
+        """The model that ran last, if it was in evaluation mode."""
+        return None if self._last_training or self._last_root is None else self._last_root()
 
     @property
     def evaluated(self) -> bool:
@@ -315,6 +321,7 @@ class ModuleStack:
             try:
                 if len(stack._stack) == 1:
                     stack._last_called, stack._last_training = id(self), bool(self.training)
+                    stack._last_root = weakref.ref(self)
                     stack._called[stack._last_training].add(id(self))
                     stack._calls_by_root.clear()
                     before_root()

@@ -600,13 +600,22 @@ class Tracer:
             return site, path, "batch"
         if self._averages_weights():
             return site, path, "optimizer step"
-        if self.modules.evaluating and not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and self._evaluates():
             return site, path, "evaluation"
         return (
             site,
             path,
             "loss" if (compiled and compiled.is_loss) or self._is_loss() else "forward activations",
         )
+
+    def _evaluates(self) -> bool:
+        """Whether a model that also trains, or an average of weights, ran last, in evaluation mode."""
+        if self.modules.evaluating:
+            return True
+        model = self.modules.in_evaluation_mode
+        parameter = None if model is None else next(model.parameters(), None)
+        allocation = None if parameter is None else self.recorder.allocation_of(parameter)
+        return allocation is not None and allocation.kind == "weight average"
 
     def _averages_weights(self) -> bool:
         """Between an optimizer step and the next module call, what is computed without gradients belongs to
