@@ -642,7 +642,8 @@ from torch.profiler import ProfilerActivity, profile
 train(8)  # torch reads names of code that was freed meanwhile, such as that of a module imported here
 with profile(activities=[ProfilerActivity.CPU], with_stack=True, acc_events=True) as profiler:
     train(8)
-assert any("nn.Module: Linear" in event.name for event in profiler.events())
+names = [event.name for event in profiler.events()]  # without calls of Python before torch 2.13
+assert any("nn.Module: Linear" in name for name in names) or torch.__version__ < "2.13"
 optimizer.step()
 """
     assert predicted(MODEL + STEPS + source, steps=7).peak.allocated
