@@ -274,7 +274,7 @@ def plan_text(
         if plan.fixes and plan.fits:
             _print_commands(console, plan, target, file)
         elif plan.fixes and file is not None:
-            console.print(Text(f"{file} has these fixes, with which it does not fit."))
+            console.print(Text(f"The plan in {file} does not fit."))
         most = _ALTERNATIVE * plan.after.peak.device
         smaller = [one for one in plan.front if one.fits and one.fixes and one.peak.device < most]
         if smaller:
