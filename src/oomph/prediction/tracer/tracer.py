@@ -694,8 +694,8 @@ class Tracer:
 
     def draw_on_host(self, like: torch.Tensor, draw: Callable[[torch.Tensor], object]) -> None:
         """Advance the host's random generator as initialising a parameter does, if the program set its seed:
-        then the order of its data, which follows, is that of the real run. From the parameter on with which
-        there are too many numbers to draw, the order is another."""
+        then the order of its data, which follows, is that of the real run. After _MOST_DRAWS numbers nothing
+        more is drawn, and the order differs."""
         if not self.seeded:
             return
         self._draws_left -= like.numel()
