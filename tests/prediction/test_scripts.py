@@ -658,16 +658,6 @@ train(8)
     assert predicted(MODEL + STEPS + source).peak.allocated
 
 
-def test_later_trials_of_a_study_are_said_to_be_missing(predicted):
-    source = """
-study = {"__name__": "optuna.study"}
-exec("def optimize(objective): objective()", study)
-study["optimize"](lambda: train(8))
-"""
-    found = predicted(MODEL + STEPS + source)
-    assert any("later trials" in note.text and "not included" in note.text for note in found.notes)
-
-
 def test_gradients_of_autograd_grad_train_a_model(predicted):
     source = """
 optimizer = torch.optim.Adam(model.parameters())

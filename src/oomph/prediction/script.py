@@ -150,13 +150,6 @@ def no_model_error(script: str) -> str:
     )
 
 
-def _is_called_by(package: str) -> bool:
-    frame = sys._getframe(1).f_back
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] != package:
-        frame = frame.f_back
-    return frame is not None
-
-
 class _ScriptSteps:
     """Counts the steps of every optimizer, and says when enough were seen."""
 
@@ -258,8 +251,6 @@ class _ScriptSteps:
                 f"its evaluation after step {step}, which may need more, is not included "
                 f"(--steps {step + 1} includes it)"
             )
-        if _is_called_by("optuna"):
-            later = "later trials of optuna's study, which may need more, are not included"
         why = why or f"after {self._steps_made()}: {later}"
         self._tracer.recorder.note(f"{self._script.name} was stopped {why}")
         self._tracer.stopped_within_step = len(self._counts) > 1
