@@ -149,6 +149,22 @@ def test_softmax_over_classes_of_pixels_is_no_attention():
     assert "attention matrices" not in {one.pattern for one in oomph.diagnose(workload).findings}
 
 
+def test_gradients_of_gathered_classes_are_no_one_hot_vectors():
+    def setup():
+        x = torch.randn(4096, 64, device="cuda")
+        classes = torch.nn.Linear(64, 4000, device="cuda")
+
+        def step():
+            labels = torch.randint(0, 4000, (4096, 1), device="cuda")
+            classes(x).log_softmax(-1).gather(-1, labels).mean().backward()
+
+        return step
+
+    found = [one.pattern for one in oomph.diagnose(oomph.predict(setup)).findings]
+    assert "logits" in found
+    assert "one-hot" not in found
+
+
 def test_volumes_are_no_state_transitions():
     layers = [layer for _ in range(3) for layer in (nn.Conv3d(8, 8, 3, padding=1), nn.ReLU())]
     workload = oomph.Workload(

@@ -276,7 +276,8 @@ class PeakAnalysis:
                 continue
             counts = one.dtype == "int64" and (op in _FILLS or op in ("one_hot", "scatter", "zeros"))
             compared = op == "eq" and one.dtype == "bool" and one.id in self.broadcasts
-            filled = op in _FILLS and one.shape[-1] in self.classes and len(one.shape) > 1
+            # In backward, `gather` fills the gradient of what it selects from.
+            filled = op in _FILLS and one.shape[-1] in self.classes and one.during != "backward"
             if (
                 op in ("eye", "one_hot")
                 or (counts and one.shape[-1] != self.rows)
