@@ -29,11 +29,14 @@ def test_what_is_alive_at_each_moment_equals_the_replayed_events():
         if total > highest[0]:
             highest = total, dict(bytes_of)
     assert highest[0] == run.peak.allocated
-    by_module = {}
+    by_module, ops = {}, set()
     for group, size in highest[1].items():
-        module = found["modules"][found["groups"][group][1]]
+        _, module_index, op = found["groups"][group]
+        module = found["modules"][module_index]
         by_module[module] = by_module.get(module, 0) + size
+        ops |= {found["ops"][op]} if size else set()
     assert {name: size for name, size in by_module.items() if size} == dict(run.by_module())
+    assert ops == {alive.allocation.op.removeprefix("aten.") for alive in run.at_peak}
 
 
 def test_strings_cannot_break_the_file():

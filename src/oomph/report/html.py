@@ -144,6 +144,7 @@ def _tensors_over_time(prediction: Prediction) -> dict[str, Any]:
         "line": [[moment.event, moment.allocated] for moment in sampled],
         "phases": _phases(prediction.events),
         "modules": groups.modules,
+        "ops": list(groups.ops),
         "sites": groups.sites,
         "rows": groups.table(),
         "groups": groups.members,
@@ -195,7 +196,8 @@ class _Groups:
     def __init__(self, tensors: Iterable[_Sized]) -> None:
         self.modules: list[str] = []
         self.sites: list[list[Any]] = []
-        self.members: list[list[int]] = []  # row, module
+        self.ops: dict[str, int] = {}
+        self.members: list[list[int]] = []  # row, module, op
         self._rows: list[_Row] = []
         self._row_of: dict[Any, int] = {}
         self._module_of: dict[str, int] = {}
@@ -234,12 +236,12 @@ class _Groups:
             self._row_of[key] = len(self._rows)
             self._rows.append(_Row(one, self._site(one.site)))
         row = self._rows[self._row_of[key]]
-        row.ops.setdefault(one.op)
         row.modules.setdefault(one.module)
         if one.module not in self._module_of:
             self._module_of[one.module] = len(self.modules)
             self.modules.append(printable(one.module))
-        self.members.append([self._row_of[key], self._module_of[one.module]])
+        op = self.ops.setdefault(printable(one.op.removeprefix("aten.")), len(self.ops))
+        self.members.append([self._row_of[key], self._module_of[one.module], op])
         return len(self.members) - 1
 
     def _site(self, site: Site | None) -> int:
@@ -253,12 +255,11 @@ class _Groups:
         return self._site_of[site]
 
     def table(self) -> list[list[Any]]:
-        """[shape, dtype, ops, modules, site, stage] of each row."""
+        """[shape, dtype, modules, site, stage] of each row."""
         return [
             [
                 f"[{', '.join(map(str, row.first.shape))}]" if row.first.dtype else "",
                 printable(row.first.dtype),
-                printable(", ".join(op.removeprefix("aten.") for op in row.ops)),
                 printable(collapse_modules(row.modules)),
                 row.site,
                 STAGES.index(row.first.stage),
@@ -270,7 +271,6 @@ class _Groups:
 class _Row:
     def __init__(self, first: Allocation, site: int) -> None:
         self.first, self.site = first, site
-        self.ops: dict[str, None] = {}
         self.modules: dict[str, None] = {}
 
 

@@ -22,12 +22,12 @@ function el(tag, attributes = {}, ...children) {
   return node;
 }
 
-function size(bytes) {
+function size(bytes, unitOf = bytes) {
   const sign = bytes < 0 ? "-" : "";
-  let value = Math.abs(bytes);
+  let value = Math.abs(bytes), limit = Math.abs(unitOf);
   for (const unit of ["B", "KiB", "MiB"]) {
-    if (value < 1024) return sign + (unit === "B" ? value : value.toFixed(1)) + " " + unit;
-    value /= 1024;
+    if (limit < 1024) return sign + (unit === "B" ? value : value.toFixed(1)) + " " + unit;
+    value /= 1024; limit /= 1024;
   }
   return sign + value.toFixed(1) + " GiB";
 }
@@ -45,7 +45,7 @@ for (const run of data.runs) {
   // Bytes by stage after each sampled moment; and the moment with the most bytes.
   const totals = new Array(data.stages.length).fill(0);
   run.byStage = run.moments.map(([, , , changes]) => {
-    for (let i = 0; i < changes.length; i += 3) totals[run.rows[run.groups[changes[i]][0]][5]] += changes[i + 2];
+    for (let i = 0; i < changes.length; i += 3) totals[run.rows[run.groups[changes[i]][0]][4]] += changes[i + 2];
     return totals.slice();
   });
   run.totals = run.byStage.map((stages) => stages.reduce((a, b) => a + b, 0));
@@ -63,27 +63,27 @@ function alive(run, moment) {
   return { bytes, count };
 }
 
-// What is alive, as { row, module, site, bytes, count }: without hidden stages, and only what the search matches.
+// What is alive, as { row, op, module, site, bytes, count }: without hidden stages, and only what the search matches.
 function visible(run, moment) {
   const { bytes, count } = alive(run, moment), query = state.query.toLowerCase(), found = [];
   for (let g = 0; g < bytes.length; g++) {
-    const [rowIndex, moduleIndex] = run.groups[g], row = run.rows[rowIndex];
-    if ((!count[g] && !bytes[g]) || state.hidden.has(row[5])) continue;
-    const site = run.sites[row[4]], module = run.modules[moduleIndex];
-    const texts = [...row.slice(0, 4), module, data.stages[row[5]], ...(site || [])];
-    if (texts.some((text) => text.toLowerCase().includes(query))) found.push({ rowIndex, row, module, site, bytes: bytes[g], count: count[g] });
+    const [rowIndex, moduleIndex, opIndex] = run.groups[g], row = run.rows[rowIndex];
+    if ((!count[g] && !bytes[g]) || state.hidden.has(row[4])) continue;
+    const site = run.sites[row[3]], module = run.modules[moduleIndex], op = run.ops[opIndex];
+    const texts = [...row.slice(0, 3), op, module, data.stages[row[4]], ...(site || [])];
+    if (texts.some((text) => text.toLowerCase().includes(query))) found.push({ rowIndex, row, op, module, site, bytes: bytes[g], count: count[g] });
   }
   return found;
 }
 
-// The same by tensor, module or line: { key, row, site, bytes, count, stages }.
+// The same by tensor, module or line: { key, row, ops, site, bytes, count, stages }.
 function entries(run, moment, view) {
   const found = new Map();
-  for (const { rowIndex, row, module, site, bytes, count } of visible(run, moment)) {
+  for (const { rowIndex, row, op, module, site, bytes, count } of visible(run, moment)) {
     const key = view === "tensors" ? rowIndex : view === "modules" ? module : site ? site[0] : "";
-    if (!found.has(key)) found.set(key, { key, row, site, bytes: 0, count: 0, stages: new Array(data.stages.length).fill(0) });
+    if (!found.has(key)) found.set(key, { key, row, ops: new Set(), site, bytes: 0, count: 0, stages: new Array(data.stages.length).fill(0) });
     const one = found.get(key);
-    one.bytes += bytes; one.count += count; one.stages[row[5]] += bytes;
+    one.ops.add(op); one.bytes += bytes; one.count += count; one.stages[row[4]] += bytes;
   }
   return [...found.values()];
 }
@@ -212,7 +212,7 @@ const tooltip = (t) => ({
 });
 const memoryAxis = (t, top) => ({
   type: "value", min: 0, max: top * 1.08, interval: niceInterval(top), splitLine: { lineStyle: { color: t.rule } },
-  axisLabel: { color: t.soft, formatter: (v) => v ? size(v) : "0", showMaxLabel: false },
+  axisLabel: { color: t.soft, formatter: (v) => v ? size(v, top) : "0", showMaxLabel: false },
 });
 
 function drawMemory() {
@@ -285,10 +285,10 @@ function stretched(other, run) {
   return points.map(([event, bytes]) => [event * end / last, bytes]);
 }
 
+// In the unit of the highest value, so that all labels have the same.
 function niceInterval(top) {
-  const unit = 2 ** Math.floor(Math.log2(top / 5 || 1)), tens = [1, 2, 5, 10, 20, 50, 100, 200, 500];
-  const base = 1024 ** Math.min(3, Math.floor(Math.log2(unit) / 10));
-  return base * (tens.find((each) => each * base * 6 >= top) || Math.ceil(top / 6 / base));
+  const base = 1024 ** Math.min(3, Math.floor(Math.log2(top || 1) / 10));
+  return base * [0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200].find((each) => each * base * 6 >= top || each === 200);
 }
 
 function nearest(run, event) {
@@ -328,7 +328,7 @@ const COLUMNS = {
 };
 const SORTED_BY = {
   bytes: (one) => one.bytes, count: (one) => one.count, key: (one) => String(one.key), shape: (one) => one.row[0],
-  ops: (one) => one.row[2], stage: (one) => one.row[5], site: (one) => (one.site || [""])[0],
+  ops: (one) => [...one.ops].join(), stage: (one) => one.row[4], site: (one) => (one.site || [""])[0],
 };
 
 function drawAlive() {
@@ -363,9 +363,9 @@ function aliveRow(one, most, total) {
     el("td", { class: "num" }, one.count.toLocaleString("en")),
   ];
   if (state.view === "tensors") cells.push(
-    el("td", { class: "mono num" }, one.row[0] || "–", el("small", {}, one.row[1])), el("td", { class: "mono ops", title: one.row[2] }, one.row[2]),
-    el("td", {}, el("span", { style: { whiteSpace: "nowrap" } }, dot(one.row[5]), " ", data.stages[one.row[5]])),
-    el("td", { class: "wrap" }, one.site ? siteCell(one.site) : "", one.row[3] ? el("small", {}, "in " + one.row[3]) : ""));
+    el("td", { class: "mono num" }, one.row[0] || "–", el("small", {}, one.row[1])), el("td", { class: "mono ops", title: [...one.ops].join(", ") }, [...one.ops].join(", ")),
+    el("td", {}, el("span", { style: { whiteSpace: "nowrap" } }, dot(one.row[4]), " ", data.stages[one.row[4]])),
+    el("td", { class: "wrap" }, one.site ? siteCell(one.site) : "", one.row[2] ? el("small", {}, "in " + one.row[2]) : ""));
   else if (state.view === "modules") cells.push(el("td", { class: "mono wrap" }, one.key || "(outside modules)"));
   else cells.push(el("td", { class: "wrap" }, one.site ? siteCell(one.site) : "(no source line)"));
   return el("tr", {}, cells);
@@ -376,14 +376,14 @@ const siteCell = (site) => [el("span", { class: "mono" }, site[0]), " ", el("spa
 // A tree of the tensors alive, by module path or by file and line, with the stages' colours.
 function drawMap(run) {
   const root = { name: "all", children: new Map(), value: 0 };
-  for (const { row, module, site, bytes } of visible(run, state.moment)) {
+  for (const { row, op, module, site, bytes } of visible(run, state.moment)) {
     const cut = site ? site[0].lastIndexOf(":") : -1;
     const path = state.view === "modules" ? (module ? module.split(".") : ["(outside modules)"])
       : site ? [site[0].slice(0, cut), `line ${site[0].slice(cut + 1)} ${site[1]}`] : ["(no source line)"];
     let node = root;
-    for (const part of [...path, `${row[2]} ${row[0]}`]) {
+    for (const part of [...path, `${op} ${row[0]}`]) {
       if (!node.children.has(part)) node.children.set(part, { name: part, children: new Map(), value: 0, stages: new Array(data.stages.length).fill(0) });
-      node = node.children.get(part); node.value += bytes; node.stages[row[5]] += bytes;
+      node = node.children.get(part); node.value += bytes; node.stages[row[4]] += bytes;
     }
   }
   const t = theme();
@@ -471,7 +471,7 @@ function drawPlan() {
   chart("plan-chart").setOption({
     animation: false, grid: { left: 66, right: 24, top: 20, bottom: 40 },
     xAxis: {
-      type: "value", min: least - room, max: most + room, axisLabel: { color: t.soft, formatter: (v) => "× " + v.toFixed(2), showMinLabel: false, showMaxLabel: false }, splitLine: { lineStyle: { color: t.rule } },
+      type: "value", min: least - room, max: most + room, axisLabel: { color: t.soft, formatter: (v) => "× " + Number(v.toFixed(3)), showMinLabel: false, showMaxLabel: false }, splitLine: { lineStyle: { color: t.rule } },
       name: "step time, relative", nameLocation: "middle", nameGap: 26, nameTextStyle: { color: t.faint },
     },
     yAxis: memoryAxis(t, top),
@@ -481,7 +481,7 @@ function drawPlan() {
       { type: "scatter", symbolSize: (_, point) => plan.sets[point.dataIndex].role ? 16 : 10,
         data: plan.sets.map((one) => ({
           value: [one.slowdown, one.bytes],
-          itemStyle: { color: one.role === "the plan" ? colour("--good") : one.fits ? t.accent : t.bad, borderColor: t.card, borderWidth: 2 },
+          itemStyle: { color: !one.fits ? t.bad : one.role === "the plan" ? colour("--good") : t.accent, borderColor: t.card, borderWidth: 2 },
           label: { show: Boolean(one.role), formatter: one.role, position: "top", color: t.ink, fontWeight: 600 },
         })),
         markLine: {
