@@ -485,6 +485,7 @@ class PredictedFixes:
     host_bytes: int = 0  # pinned host memory that it needs
     estimated: bool = False  # from predictions of each fix by itself, not of all together
     margin: int = 0  # bytes by which the peak may be off; `fits` allows for them
+    too_close: bool = False  # to call
 
 
 @dataclass(frozen=True)

@@ -360,7 +360,16 @@ class _Search:
         fits = bool(prediction.fits) and host <= self.host
         parts = _parts(prediction.events, prediction.allocations)
         trial = _Trial(
-            PredictedFixes(fixes, prediction.peak, fits, seconds, slowdown, host, margin=prediction.margin),
+            PredictedFixes(
+                fixes,
+                prediction.peak,
+                fits,
+                seconds,
+                slowdown,
+                host,
+                margin=prediction.margin,
+                too_close=prediction.verdict == "too close to call" and host <= self.host,
+            ),
             _Estimate(
                 parts,
                 costs(prediction, self.card.host_link),

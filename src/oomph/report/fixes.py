@@ -260,7 +260,7 @@ def plan_text(
                 "By hand: a smaller batch or shorter input; `oomph diagnose` names what takes the memory."
             )
         elif not plan.fits:
-            known = "known to be " if _is_too_close(plan) else ""
+            known = "known to be " if plan.after.too_close else ""
             batch = "batch in evaluation" if plan.after.peak.stage == "evaluation" else "batch"
             console.print(f"No fix is {known}enough: use a smaller {batch}, shorter input or a larger card.")
         sets_allocator = any(use.fix == "allocator" for use in plan.fixes)
@@ -274,7 +274,8 @@ def plan_text(
         if plan.fixes and plan.fits:
             _print_commands(console, plan, target, file)
         elif plan.fixes and file is not None:
-            console.print(Text(f"The plan in {file} does not fit."))
+            fits = "may not fit" if plan.after.too_close else "does not fit"
+            console.print(Text(f"The plan in {file} {fits}."))
         most = _ALTERNATIVE * plan.after.peak.device
         smaller = [one for one in plan.front if one.fits and one.fixes and one.peak.device < most]
         if smaller:
@@ -313,18 +314,16 @@ def plan_verdict(plan: Plan) -> str:
         beside = "" if plan.is_max else f", and the CUDA context {format_bytes(context)}"
         return f"does not fit {where}: {plan.reason}{beside}{has}"
     verdict = "fits" if plan.fits else "does not fit"
-    if _is_too_close(plan):
+    if plan.after.too_close:
         verdict, needs = "too close to call for", f"{needs}, margin {format_bytes(plan.after.margin)}"
+        if after > plan.limit + context + plan.after.margin:
+            needs += ", less if cached memory is released"
     if not plan.fixes:
         return f"{verdict} {where}, and no fix was found that lowers the peak: needs {needs}{has}"
     return (
         f"{verdict} {where} with {len(plan.fixes)} fix{'es' if len(plan.fixes) > 1 else ''}{released}: "
         f"{format_bytes(before)} -> {needs}{has}; step time x{plan.after.slowdown:.2f}"
     )
-
-
-def _is_too_close(plan: Plan) -> bool:
-    return not plan.fits and abs(plan.after.peak.reserved - plan.limit) < plan.after.margin
 
 
 def ranks_text(trials: Sequence[Any], gpu: str) -> str:

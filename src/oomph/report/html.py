@@ -344,6 +344,7 @@ def _plan(plan: Plan) -> dict[str, Any]:
                 "bytes": one.peak.device,
                 "slowdown": one.slowdown,
                 "fits": one.fits,
+                "tooClose": one.too_close,
                 "host": one.host_bytes,
                 "estimated": one.estimated,
                 "role": role,

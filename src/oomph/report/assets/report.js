@@ -451,7 +451,7 @@ function planSection() {
   if (!plan) return null;
   const rows = plan.sets.map((one, i) => el("tr", { "data-set": i },
     el("td", { class: "num" }, el("b", {}, (one.estimated ? "~" : "") + size(one.bytes))), el("td", { class: "num" }, `${one.estimated ? "~" : ""}× ${one.slowdown.toFixed(2)}`),
-    el("td", {}, el("span", { class: "tag " + (one.fits ? "good" : "bad") }, one.fits ? "fits" : "does not fit")),
+    el("td", {}, el("span", { class: "tag " + (one.fits ? "good" : "bad") }, one.fits ? "fits" : one.tooClose ? "too close to call" : "does not fit")),
     el("td", { class: "mono wrap" }, one.role ? el("b", {}, one.role) : "", one.fixes.map((name) => el("div", {}, name)))));
   return el("section", { id: "plan" }, el("header", {}, el("h2", { class: "wrap" }, "Plans: memory against time")), el("p", { class: "wrap" }, plan.verdict),
     plan.conditions.map((text) => el("p", { class: "soft wrap" }, "exact only if " + text)),
