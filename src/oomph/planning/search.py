@@ -239,6 +239,7 @@ class _Search:
         least, reason = self._least(prediction, kinds)
         if base.result.fits or self._least(prediction, FIX_KINDS)[0]:
             return self._plan(kinds, base, Proposals(reason=reason), least=least)
+        first = f"needs {format_bytes(prediction.peak.device)} without fixes, which does not fit"
 
         def search(progress: Progress) -> Plan:
             proposals, chosen = self.program.proposals(prediction), base
@@ -249,7 +250,7 @@ class _Search:
             needs = () if chosen.result.fits else self._needs(proposals.found, kinds, progress)
             return self._plan(kinds, chosen, proposals, needs, least)
 
-        return self.program.search(search, progress)
+        return self.program.search(search, lambda text, fraction: progress(f"{first}; {text}", fraction))
 
     def _plan(
         self,
