@@ -346,6 +346,22 @@ def _einsum_of_a_graph():
     torch.fx.GraphModule(nn.Module(), graph)(x, x).sum().backward()
 
 
+def _rows_written_on_the_host():
+    x = torch.randn(4, 3, device="cuda", requires_grad=True)
+    table = torch.zeros(4, 4)
+    for row in range(4):
+        table[numpy.array([0, 1]), row] = x.cpu()[:2].sum(1)
+    table.sum().backward()
+    assert x.grad.is_cuda
+
+
+def _legacy_types():
+    x = torch.cuda.FloatTensor(torch.Size([2, 3])).zero_()
+    assert x.shape == torch.cuda.HalfTensor(2, 3).shape
+    assert torch.cuda.LongTensor([2, 3]).tolist() == [2, 3]
+    x.requires_grad_().sum().backward()
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*without torch.compile")  # of torch itself
 @pytest.mark.parametrize(
     "program",
@@ -360,6 +376,8 @@ def _einsum_of_a_graph():
         _lengths_on_the_host,
         _flex_attention,
         _einsum_of_a_graph,
+        _rows_written_on_the_host,
+        _legacy_types,
     ],
 )
 def test_what_runs_on_a_gpu_is_traced(program):

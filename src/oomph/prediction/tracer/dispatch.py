@@ -688,7 +688,7 @@ class DispatchMode(TorchDispatchMode):
                 return self._copy_into_real(args[0], args[1])
             if func in INITIALISERS:
                 self.tracer.draw_on_host(args[0], lambda real: func(real, *args[1:], **kwargs))
-            out = self._fake(func, args, kwargs)
+            out = self._fake(func, *tree_map_only(torch.Tensor, _without_graph, (args, kwargs)))
             self._propagate_values(func, args, kwargs, tensors, out)
             return out
         if _may_be_large(func, kwargs, tensors):
@@ -777,6 +777,11 @@ def _is_host_subclass(tensor: torch.Tensor) -> bool:
 
 def _without_subclass(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_subclass(torch.Tensor) if _is_host_subclass(tensor) else tensor
+
+
+def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """Fake kernels do not take real tensors that are results in a graph, below autograd."""
+    return tensor if isinstance(tensor, FakeTensor) or tensor.is_leaf else tensor.detach()
 
 
 def _is_meta(tensor: torch.Tensor) -> bool:

@@ -451,6 +451,8 @@ class LegacyTensorType(type):
     dtype: torch.dtype
 
     def __call__(cls, *args: Any) -> torch.Tensor:  # type: ignore[override]
+        if args and isinstance(args[0], torch.Size):
+            return torch.empty(args[0], dtype=cls.dtype, device=DEVICE)
         if args and not isinstance(args[0], int):
             return torch.as_tensor(args[0], dtype=cls.dtype, device=DEVICE)
         return torch.empty(args or (0,), dtype=cls.dtype, device=DEVICE)
