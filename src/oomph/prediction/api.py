@@ -67,6 +67,7 @@ DEFAULT_GPU = "h200"  # whose CUDA paths are assumed when no GPU is named: the o
 _CONDITIONS_SHOWN = 5
 _MOST = 3.0  # times the typical number of elements, where it depends on values; also of the peak
 _MOST_OF_EACH = 1.5  # where such sizes multiply each other
+_SAME_PEAK = 1.1  # times the least peak of a step, where steps are alike
 _MOST_CONDITIONS = 4  # that get the other answer because the program fails after them
 # Of a communicator of NCCL, estimated and not measured: 16 channels with two connections, each with a
 # buffer of 4 MiB (NCCL_BUFFSIZE) and about 1 MiB for other protocols.
@@ -300,6 +301,7 @@ def _prediction(
         step_seconds = None if step_seconds is None else step_seconds + release_seconds
     whole_steps = unlimited.steps[:-1] if tracer.stopped_within_step else unlimited.steps
     growth = _growth(whole_steps, unlimited, events, allocations)
+    one_optimizer = isinstance(target, Script) and not tracer.stopped_within_step
     peak, needed = (_peak(replayed, events, allocations, card) for replayed in (shown, unlimited))
     found = Prediction(
         gpu=card.name if named else None,
@@ -320,6 +322,7 @@ def _prediction(
             *notes,
             *settings_notes,
             *_notes_on_prediction(card, named, growth, release_seconds, smaller_workspaces, allocations),
+            *_notes_on_steps(unlimited.steps if one_optimizer else ()),
         ),
         seconds=0.0,
         compile_seconds=tracer.compile_seconds,
@@ -643,6 +646,16 @@ def _notes_on_prediction(
         grown = format_bytes(growth.bytes)
         yield Note(
             f"memory grows by {grown} with every step: tensors of earlier steps stay alive", growth.site
+        )
+
+
+def _notes_on_steps(steps: Sequence[StepPeak]) -> Iterator[Note]:
+    """From the second step on: the first makes the optimizer's state."""
+    peaks = sorted(step.allocated for step in steps[1:])
+    if len(peaks) > 1 and peaks[-1] > _SAME_PEAK * peaks[0]:
+        yield Note(
+            f"the traced steps need from {format_bytes(peaks[0])} to {format_bytes(peaks[-1])}: sizes change "
+            "from step to step, and other steps may need more (--steps N traces more)"
         )
 
 
