@@ -585,6 +585,13 @@ def test_joblib_trains_in_the_process(predicted, imported_before):
     assert predicted(MODEL + STEPS + source).peak.allocated
 
 
+def test_datasets_are_mapped_by_several_processes(predicted):
+    pytest.importorskip("datasets")
+    rows = 'rows = datasets.Dataset.from_dict({"size": [8, 16]}).map(lambda row: row, num_proc=2)'
+    source = f'import datasets\n{rows}\ntrain(rows[1]["size"])'
+    assert predicted(MODEL + STEPS + source).peak.allocated
+
+
 def test_wandb_is_disabled_whatever_mode_the_program_asks_for(predicted, tmp_path):
     (tmp_path / "wandb.py").write_text("def init(project, mode=None):\n    return mode\n")
     source = "import wandb\nassert wandb.init(project='a', mode='offline') == 'disabled'\ntrain(8)"

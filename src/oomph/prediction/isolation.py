@@ -466,7 +466,7 @@ def _isolate(scratch: str, allow: Collection[str]) -> None:
             _refuse_effect(event, args, allow)
 
     sys.addaudithook(refuse)
-    multiprocessing.util.get_temp_dir = lambda: scratch  # for sockets, whose paths are not redirected
+    _keep_sockets_in(scratch)
     os.environ.update(_ENVIRONMENT)
     for name in ("joblib.parallel", "joblib._parallel_backends"):  # read the variable when imported
         if name in sys.modules:
@@ -481,6 +481,19 @@ def _isolate(scratch: str, allow: Collection[str]) -> None:
         _fail_shell_commands()
         _make_locks_for_forks()
         file_overlay.forbid_writes_outside((scratch, "/dev", "/proc/self"))
+
+
+def _keep_sockets_in(scratch: str) -> None:
+    """Paths of sockets are not redirected. multiprocessing, and multiprocess of Hugging Face datasets, make a
+    folder for theirs."""
+    make = tempfile.mkdtemp
+
+    @functools.wraps(make)
+    def make_folder(suffix: Any = None, prefix: Any = None, dir: Any = None) -> Any:
+        return make(suffix, prefix, scratch if prefix == "pymp-" else dir)
+
+    tempfile.mkdtemp = make_folder
+    vars(multiprocessing.current_process())["_config"].pop("tempdir", None)  # the caller's
 
 
 def _replace_mpi() -> None:
