@@ -139,7 +139,7 @@ with _section():  # the lengths of a jagged tensor
     JAGGED_SDPA_BACKEND: tuple[Any, str] = (_jagged_sdpa, "_select_sdp_backend")
 
 with _section():  # the memory format that a convolution takes from its input
-    from torch._prims_common import suggest_memory_format
+    from torch._prims_common import make_contiguous_strides_for, suggest_memory_format
 
 with _section():  # functions whose `device` the default device fills in
     from torch.utils._device import _device_constructors as device_constructors

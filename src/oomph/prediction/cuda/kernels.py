@@ -34,6 +34,7 @@ from oomph.prediction.cuda.rules import (
     NEXT_RESULT,
     BoundArguments,
     Fake,
+    TemporariesRule,
     Temporary,
     bind,
     contiguous_copy_bytes,
@@ -41,7 +42,7 @@ from oomph.prediction.cuda.rules import (
     temporaries,
 )
 from oomph.prediction.cuda.workspaces import in_memory_format
-from oomph.torch_internals import OpOverload, suggest_memory_format
+from oomph.torch_internals import OpOverload, make_contiguous_strides_for, suggest_memory_format
 
 aten = torch.ops.aten
 
@@ -51,15 +52,7 @@ _WARP = 32
 _MIN_VALUES_PER_THREAD = 16
 _MAX_VALUES_PER_THREAD = 256
 _MAX_OUTPUT_VECTOR = 4
-
-
-@dataclass(frozen=True)
-class _Kernel:
-    """The template parameters of one kernel that the arithmetic depends on."""
-
-    accumulator: int  # bytes of a partial result
-    input_vector: int = 4  # elements loaded at once when the reduced dimension is the fastest
-    max_threads: int = 512
+_INDEX = 8  # bytes
 
 
 @dataclass(frozen=True)
@@ -90,10 +83,11 @@ class _Loop:
         )
 
 
+@functools.lru_cache(maxsize=4096)
 def reduction_buffers(
-    shape: Sequence[int],
-    strides: Sequence[int],
-    dims: Sequence[int] | None,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dims: tuple[int, ...] | None,
     dtype: torch.dtype,
     gpu: GPU,
     *,
@@ -105,41 +99,25 @@ def reduction_buffers(
     """What reducing `dims` (all when None or empty) of such a tensor allocates in addition to the result.
 
     Sizes as the table TEMPORARIES has them. The defaults are those of a sum: `accumulator` is the size of a
-    partial result in bytes, `input_vector` the elements that a thread loads at once.
+    partial result in bytes, `input_vector` the elements that a thread loads at once where the reduced
+    dimension is the fastest.
     """
-    which = tuple(dims) if dims else None
-    kernel = offset, accumulator, input_vector, out_dtype
-    return list(_reduction_buffers(tuple(shape), tuple(strides), which, dtype, gpu, *kernel))
-
-
-@functools.lru_cache(maxsize=4096)
-def _reduction_buffers(
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    dims: tuple[int, ...] | None,
-    dtype: torch.dtype,
-    gpu: GPU,
-    offset: int,
-    accumulator: int | None,
-    input_vector: int | None,
-    out_dtype: torch.dtype | None,
-) -> list[int]:
     if accumulator is None:
         accumulator = 4 if dtype in _HALF else dtype.itemsize
     if input_vector is None:
         input_vector = 8 if dtype in _HALF else 4
     if not shape or 0 in shape:
         return []
-    kernel = _Kernel(accumulator, input_vector, 256 if dtype is torch.complex128 else 512)
+    kernel = accumulator, input_vector, 256 if dtype is torch.complex128 else 512, gpu
     loop = replace(_loop_of(shape, strides, dims), offset=offset, element=dtype.itemsize)
     out_element = (out_dtype or dtype).itemsize
     if loop.fits_32_bits(out_element):
-        return _staging(loop, kernel, gpu)
+        return _staging(loop, *kernel)
     # Half precision is not accumulated in the result from one part to the next, but in a copy of its own.
     events = [loop.outputs * accumulator] if dtype in _HALF and out_dtype in (None, dtype) else []
     for part in _parts(loop, out_element, set()):
-        buffers = _staging(part, kernel, gpu)
-        events += [*buffers, *(-size for size in buffers)]
+        buffers = _staging(part, *kernel)
+        events += [*buffers, *_freed(buffers)]
     return events
 
 
@@ -162,9 +140,7 @@ def iteration_order(
         return 0
 
     order = list(reversed(range(len(shape))))
-    for start in range(
-        1, len(shape)
-    ):  # ties are passed over and may be swapped across, as TensorIterator does
+    for start in range(1, len(shape)):  # ties are passed over and may be swapped across, as in TensorIterator
         place = start
         for other in reversed(range(start)):
             found = compare(order[other], order[place])
@@ -224,7 +200,7 @@ def _parts(loop: _Loop, out_element: int, seen: set[_Loop]) -> Iterator[_Loop]:
         yield from _parts(half, out_element, seen)
 
 
-def _staging(loop: _Loop, kernel: _Kernel, gpu: GPU) -> list[int]:
+def _staging(loop: _Loop, accumulator: int, input_vector: int, most_threads: int, gpu: GPU) -> list[int]:
     """The buffer and the semaphores, when the blocks of one output must meet in global memory."""
     outputs = loop.outputs
     inputs = math.prod(loop.sizes) // outputs
@@ -235,12 +211,12 @@ def _staging(loop: _Loop, kernel: _Kernel, gpu: GPU) -> list[int]:
     vector = 1
     if fastest == 1:
         if along_input and width >= 128 and n_reduced == 1:
-            width //= kernel.input_vector
+            width //= input_vector
         elif not along_input:
             vector = _output_vector(loop)
             width //= vector
 
-    max_threads = kernel.max_threads // vector
+    max_threads = most_threads // vector
     widest, highest = _power_of_two(width, max_threads), _power_of_two(height, max_threads)
     block_width = min(widest, _WARP)
     block_height = min(highest, max_threads // block_width)
@@ -265,7 +241,7 @@ def _staging(loop: _Loop, kernel: _Kernel, gpu: GPU) -> list[int]:
         return []
     # Counted per output and again per lane, though a lane has outputs of its own: so it is allocated.
     lanes = 1 if along_input else block_width * vector
-    return [kernel.accumulator * outputs * blocks * lanes, 4 * grid]
+    return [accumulator * outputs * blocks * lanes, 4 * grid]
 
 
 def _output_vector(loop: _Loop) -> int:
@@ -289,36 +265,25 @@ def _threads_per_multiprocessor(gpu: GPU) -> int:
     return 1536 if gpu.capability in ((8, 6), (8, 9), (12, 0), (12, 1)) else 2048
 
 
+def _freed(events: Sequence[int]) -> list[int]:
+    return [-size for size in events]
+
+
 # The ops
 
 
-def _dims(call: BoundArguments) -> list[int] | None:
+def _dims(call: BoundArguments) -> tuple[int, ...] | None:
     dim = call.get("dim")
-    return [dim] if isinstance(dim, int) else dim
+    return (dim,) if isinstance(dim, int) else tuple(dim or ())
 
 
-def _reduce(tensor: Tensor, dims: Sequence[int] | None, gpu: GPU, **kernel: Any) -> list[int]:
-    return reduction_buffers(
-        tensor.shape, tensor.stride(), dims, tensor.dtype, gpu, offset=_offset(tensor), **kernel
-    )
-
-
-def _offset(tensor: Tensor) -> int:
-    return int(tensor.storage_offset())
-
-
-def _contiguous(tensor: Tensor, dtype: torch.dtype) -> tuple[tuple[int, ...], list[int]]:
-    """Strides of a fresh copy, and its bytes as an allocation."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(tensor.shape):
-        strides.insert(0, step)
-        step *= size
-    return tuple(strides), [tensor.numel() * dtype.itemsize]
+def _reduce(tensor: Tensor, dims: tuple[int, ...] | None, gpu: GPU, **kernel: Any) -> list[int]:
+    layout = tensor.shape, tensor.stride(), dims, tensor.dtype, gpu
+    return reduction_buffers(*layout, offset=int(tensor.storage_offset()), **kernel)
 
 
 def _cast(
-    tensor: Tensor, wanted: torch.dtype, gpu: GPU, dims: Sequence[int] | None, **kernel: Any
+    tensor: Tensor, wanted: torch.dtype, gpu: GPU, dims: tuple[int, ...] | None, **kernel: Any
 ) -> list[int]:
     """Reduce into `wanted`. Half precision becomes float32 within the kernel; any other change is a copy."""
     if wanted == tensor.dtype or (wanted == torch.float32 and tensor.dtype in _HALF):
@@ -342,9 +307,10 @@ def _sum(call: BoundArguments, gpu: GPU) -> list[int]:
 def _count(call: BoundArguments, gpu: GPU) -> list[int]:
     """A mask, unless the input is one, then its sum as int64 (TensorAdvancedIndexing.cpp)."""
     tensor = call["self"]
-    strides, cast = _contiguous(tensor, torch.int64)
     mask = 0 if tensor.dtype == torch.bool else tensor.numel()
-    return [mask, *cast, *reduction_buffers(tensor.shape, strides, _dims(call), torch.int64, gpu)]
+    strides = make_contiguous_strides_for(tensor.shape)
+    buffers = reduction_buffers(tensor.shape, strides, _dims(call), torch.int64, gpu)
+    return [mask, tensor.numel() * _INDEX, *buffers]
 
 
 @temporaries(aten.logsumexp.default)
@@ -355,19 +321,12 @@ def _logsumexp(call: BoundArguments, gpu: GPU) -> list[int]:
     rows = math.prod(size for dim, size in enumerate(tensor.shape) if dim not in reduced)
     peaks = _reduce(tensor, dims, gpu, accumulator=tensor.dtype.itemsize, input_vector=4)
     sums = reduction_buffers(tensor.shape, tensor.stride(), dims, tensor.dtype, gpu)
-    freed = [-size for size in peaks]
-    return [rows * tensor.dtype.itemsize, *peaks, *freed, tensor.numel() * tensor.dtype.itemsize, *sums]
+    return [rows * tensor.dtype.itemsize, *peaks, *_freed(peaks), tensor.nbytes, *sums]
 
 
-@temporaries(aten.prod.default, aten.prod.dim_int)
+@temporaries(aten.prod.default, aten.prod.dim_int, aten.linalg_vector_norm.default)
 def _product(call: BoundArguments, gpu: GPU) -> list[int]:
     return _cast(call["self"], _summed_dtype(call), gpu, _dims(call), input_vector=4)
-
-
-@temporaries(aten.linalg_vector_norm.default)
-def _norm(call: BoundArguments, gpu: GPU) -> list[int]:
-    tensor = call["self"]
-    return _cast(tensor, call["dtype"] or tensor.dtype, gpu, _dims(call), input_vector=4)
 
 
 _CHUNK = 65536  # elements that one block of a foreach kernel takes
@@ -391,40 +350,27 @@ def _variance(call: BoundArguments, gpu: GPU) -> list[int]:
     return _reduce(tensor, _dims(call), gpu, accumulator=welford, input_vector=2)
 
 
-@temporaries(aten.max.default, aten.min.default, aten.amax.default, aten.amin.default)
-def _extreme(call: BoundArguments, gpu: GPU) -> list[int]:
-    tensor = call["self"]
-    return _reduce(tensor, _dims(call), gpu, accumulator=tensor.dtype.itemsize, input_vector=4)
+def _extreme(call: BoundArguments, gpu: GPU, values: int = 1, out_dtype: Any = None) -> list[int]:
+    size = values * call["self"].dtype.itemsize
+    return _reduce(call["self"], _dims(call), gpu, accumulator=size, input_vector=4, out_dtype=out_dtype)
 
 
-@temporaries(aten.any.default, aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims)
-def _logic(call: BoundArguments, gpu: GPU) -> list[int]:
-    tensor = call["self"]
-    size = tensor.dtype.itemsize
-    return _reduce(tensor, _dims(call), gpu, accumulator=size, input_vector=4, out_dtype=torch.bool)
-
-
-@temporaries(aten.aminmax.default)
-def _extremes(call: BoundArguments, gpu: GPU) -> list[int]:
-    tensor = call["self"]
-    return _reduce(tensor, _dims(call), gpu, accumulator=2 * tensor.dtype.itemsize, input_vector=4)
-
-
+temporaries(aten.max.default, aten.min.default, aten.amax.default, aten.amin.default)(_extreme)
+temporaries(aten.aminmax.default)(functools.partial(_extreme, values=2))
+temporaries(aten.any.default, aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims)(
+    functools.partial(_extreme, out_dtype=torch.bool)
+)
 _VALUE_AND_INDEX = 16  # padded to the index's alignment, whatever the value's type
 
 
 @temporaries(aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default)
 def _extreme_with_index(call: BoundArguments, gpu: GPU) -> list[int]:
-    tensor = call["self"]
-    copy: list[int] = []
-    strides, offset = tensor.stride(), _offset(tensor)
-    if call["dim"] is None and not tensor.is_contiguous():  # argmax without a dimension flattens
-        strides, copy = _contiguous(tensor, tensor.dtype)
-        offset = 0
-    return copy + reduction_buffers(
-        tensor.shape, strides, _dims(call), tensor.dtype, gpu,
-        offset=offset, accumulator=_VALUE_AND_INDEX, input_vector=4, out_dtype=torch.int64,
-    )  # fmt: skip
+    tensor, dims = call["self"], _dims(call)
+    kernel = {"accumulator": _VALUE_AND_INDEX, "input_vector": 4, "out_dtype": torch.int64}
+    if call["dim"] is not None or tensor.is_contiguous():
+        return _reduce(tensor, dims, gpu, **kernel)
+    strides = make_contiguous_strides_for(tensor.shape)  # argmax without a dimension flattens
+    return [tensor.nbytes, *reduction_buffers(tensor.shape, strides, dims, tensor.dtype, gpu, **kernel)]
 
 
 # ------------------------------------------------------------------------ linear algebra, Fourier transforms
@@ -469,35 +415,22 @@ def _qr(call: BoundArguments, gpu: GPU) -> list[int]:
     return [] if at_once else [max(1024 * (512 + n), _QR_ELEMENTS) * matrices.dtype.itemsize]
 
 
-@temporaries(aten.linalg_inv_ex.default)
-def _inverse(call: BoundArguments, gpu: GPU) -> list[int]:
-    """The LU decomposition, and a copy of it."""
-    return [call["A"].nbytes, call["A"].nbytes]
+def _copies(*names: str) -> TemporariesRule:
+    return lambda call, gpu: [call[name].nbytes for name in names]
 
 
-@temporaries(
-    aten._linalg_solve_ex.default, aten.cholesky_inverse.default, aten._cholesky_solve_helper.default
-)
-def _solution(call: BoundArguments, gpu: GPU) -> list[int]:
-    matrices: torch.Tensor = call["A"] if "A" in call else call["self"]
-    return [matrices.nbytes]
-
-
-@temporaries(aten.linalg_lu_solve.default)
-def _solution_by_lu(call: BoundArguments, gpu: GPU) -> list[int]:
-    return [call["B"].nbytes]
+temporaries(aten.linalg_inv_ex.default)(_copies("A", "A"))  # the LU decomposition, and a copy of it
+temporaries(aten._linalg_solve_ex.default)(_copies("A"))
+temporaries(aten.cholesky_inverse.default, aten._cholesky_solve_helper.default)(_copies("self"))
+temporaries(aten.linalg_lu_solve.default)(_copies("B"))
+# cuFFT overwrites the input (native/cuda/SpectralOps.cpp).
+temporaries(aten._fft_c2r.default)(_copies("self"))
 
 
 @temporaries(aten.linalg_matrix_exp.default)
 def _matrix_exponential(call: BoundArguments, gpu: GPU) -> list[int]:
     """Five powers and five sums of them (compute_T18 of native/LinearAlgebra.cpp); two more of one matrix."""
     return [(12 if call["self"].dim() == 2 else 10) * call["self"].nbytes]
-
-
-@temporaries(aten._fft_c2r.default)
-def _real_from_complex(call: BoundArguments, gpu: GPU) -> list[int]:
-    """cuFFT overwrites the input, so it is given a copy (native/cuda/SpectralOps.cpp)."""
-    return [call["self"].nbytes]
 
 
 # ---------------------------------------------------------------------- normalizations, softmax, roll, losses
@@ -507,9 +440,13 @@ _ROWS_PER_BLOCK = 32
 _GRID = 64 * 1024 // 2
 
 
-@temporaries(aten.native_layer_norm.default)
-def _layer_norm(call: BoundArguments, gpu: GPU) -> list[int]:
-    return [contiguous_copy_bytes(call["input"]), contiguous_copy_bytes(call["weight"])]
+def _contiguous_copies(*names: str) -> TemporariesRule:
+    return lambda call, gpu: [contiguous_copy_bytes(call[name]) for name in names]
+
+
+temporaries(aten.native_layer_norm.default)(_contiguous_copies("input", "weight"))
+temporaries(aten._softmax.default, aten._log_softmax.default)(_contiguous_copies("self"))
+temporaries(aten._log_softmax_backward_data.default)(_contiguous_copies("grad_output", "output"))
 
 
 @temporaries(aten.native_layer_norm_backward.default)
@@ -529,8 +466,8 @@ def partial_sums(tensor: Tensor, width: int, parameters: Sequence[Tensor], gpu: 
     blocks = min(_GRID // math.ceil(width / 32), math.ceil(rows / _ROWS_PER_BLOCK))
     events = [blocks * width * parameter.element_size() for parameter in parameters]
     for parameter in parameters:
-        staging = reduction_buffers((blocks, width), (width, 1), [0], parameter.dtype, gpu)
-        events += [width * parameter.element_size(), *staging, *(-size for size in staging)]
+        staging = reduction_buffers((blocks, width), (width, 1), (0,), parameter.dtype, gpu)
+        events += [width * parameter.element_size(), *staging, *_freed(staging)]
     return events
 
 
@@ -560,7 +497,7 @@ def _batch_norm(call: BoundArguments, gpu: GPU) -> list[int]:
         return _batch_norm_staging(input, values=4)
     # Any other strides: the mean and variance of a float32 copy that keeps them.
     copy = input.numel() * 4 if input.element_size() < 4 else 0
-    dims = [dim for dim in range(input.dim()) if dim != 1]
+    dims = tuple(dim for dim in range(input.dim()) if dim != 1)
     reduced = input.shape, input.stride(), dims, torch.float32
     return [copy, *reduction_buffers(*reduced, gpu, accumulator=_WELFORD, input_vector=2)]
 
@@ -569,8 +506,7 @@ def _batch_norm(call: BoundArguments, gpu: GPU) -> list[int]:
 def _batch_norm_backward(call: BoundArguments, gpu: GPU) -> list[Temporary]:
     input, grad = call["input"], call["grad_out"]
     if call["train"] and uses_cudnn_batch_norm(call, training=True):
-        ordered = grad.is_contiguous(memory_format=suggest_memory_format(input))
-        return [] if ordered else [grad.numel() * grad.element_size()]
+        return [0 if grad.is_contiguous(memory_format=suggest_memory_format(input)) else grad.nbytes]
     staging = _batch_norm_staging(input, values=2)
     results = [NEXT_RESULT] * sum(call["output_mask"]) if staging else []
     return [*staging, *_freed(staging), *results]  # the sums come before the gradients
@@ -658,18 +594,7 @@ def _contiguous_result(fake: Fake, func: OpOverload, args: Sequence[Any], kwargs
 def _roll(call: BoundArguments, gpu: GPU) -> list[int]:
     """Several dimensions are rolled one after the other."""
     tensor = call["self"]
-    between = tensor.numel() * tensor.element_size() if len(call["dims"]) > 1 else 0
-    return [contiguous_copy_bytes(tensor), between]
-
-
-@temporaries(aten._softmax.default, aten._log_softmax.default)
-def _one_input(call: BoundArguments, gpu: GPU) -> list[int]:
-    return [contiguous_copy_bytes(call["self"])]
-
-
-@temporaries(aten._log_softmax_backward_data.default)
-def _log_softmax_backward(call: BoundArguments, gpu: GPU) -> list[int]:
-    return [contiguous_copy_bytes(call["grad_output"]), contiguous_copy_bytes(call["output"])]
+    return [contiguous_copy_bytes(tensor), tensor.nbytes if len(call["dims"]) > 1 else 0]
 
 
 @cuda_kernel(aten.where.self)
@@ -782,13 +707,8 @@ def _distances_backward(call: BoundArguments, gpu: GPU) -> list[int]:
 # --------------------------------------------------------------------------- sorts, scans, look-ups, scatters
 
 
-_INDEX = 8
 _SCALAR = 8
 _MAXIMUM = 2  # a mode of embedding bags
-
-
-def _freed(events: Sequence[int]) -> list[int]:
-    return [-size for size in events]
 
 
 # CUB
@@ -817,29 +737,20 @@ _ONESWEEP_TILE_KEYS = {8: 5760, 4: 6912, 2: 5632, 1: 5632}
 
 
 def scan_bytes(items: int, size: int = _INDEX) -> int:
-    """CUB's temporary for a scan or a selection: a descriptor per tile, small beside the items. The tiles are
-    those measured on an H200 for scans of float32 and selections of int64."""
-    tile, descriptor = (4096, 16) if size > 4 else (1920, 8)
-    return _tile_states(items, tile, descriptor)
+    """CUB's temporary for a scan: a descriptor per tile, small beside the items. The tiles are those measured
+    on an H200 for scans of float32 and selections of int64."""
+    return _tile_states(items, (4096, 16) if size > 4 else (1920, 8))
 
 
-def _tile_states(items: int, tile: int, descriptor: int) -> int:
+def _tile_states(items: int, tiles: tuple[int, int]) -> int:
+    tile, descriptor = tiles
     return _cub_layout(1, (math.ceil(items / tile) + 32) * descriptor)
 
 
-def select_bytes(items: int) -> int:
-    """CUB's temporary for DeviceSelect::Flagged and ::Unique, which count in 32 bits."""
-    return _tile_states(items, 4096, 8)
-
-
-def mask_scan_bytes(items: int) -> int:
-    """CUB's temporary for the int64 prefix sum of a mask."""
-    return _tile_states(items, 896, 16)
-
-
-def run_length_bytes(items: int) -> int:
-    """CUB's temporary for DeviceRunLengthEncode."""
-    return _tile_states(items, 768, 16)
+# Items of a tile and bytes of its descriptor, in CUB's other algorithms.
+_SELECT = 4096, 8  # DeviceSelect::Flagged and ::Unique, which count in 32 bits
+_MASK_SCAN = 896, 16  # the int64 prefix sum of a mask
+_RUN_LENGTH = 768, 16  # DeviceRunLengthEncode
 
 
 # Embeddings
@@ -850,11 +761,10 @@ _ROWS_PER_PARTIAL = 10
 
 @temporaries(aten.embedding_dense_backward.default)
 def _embedding_backward(call: BoundArguments, gpu: GPU) -> list[int | None]:
-    grad, indices = call["grad_output"], call["indices"]
+    grad, indices, counted = call["grad_output"], call["indices"], call["scale_grad_by_freq"]
     copies = [contiguous_copy_bytes(indices), contiguous_copy_bytes(grad)]
-    if indices.numel() <= _SMALL_LOOKUP and not call["scale_grad_by_freq"]:
+    if indices.numel() <= _SMALL_LOOKUP and not counted:
         return [*copies, NEXT_RESULT]
-    counted = call["scale_grad_by_freq"]
     return [*copies, *_sorted_lookup(indices, grad, call["num_weights"], counted, False, gpu)]
 
 
@@ -875,8 +785,8 @@ def _bag_backward(call: BoundArguments, gpu: GPU) -> list[int | None]:
     copies = [contiguous_copy_bytes(grad)]
     if call["mode"] == _MAXIMUM or indices.numel() == 0:
         return [*copies]
-    counted = call["scale_grad_by_freq"]
-    return [*copies, *_sorted_lookup(indices, grad, call["num_weights"], counted, True, gpu)]
+    counted, rows = call["scale_grad_by_freq"], call["num_weights"]
+    return [*copies, *_sorted_lookup(indices, grad, rows, counted, True, gpu)]
 
 
 def _sorted_lookup(
@@ -1066,7 +976,7 @@ def _nonzero(call: BoundArguments, gpu: GPU) -> list[int]:
     tensor = call["self"]
     chunk = 1 << 30 if tensor.numel() >= 2**31 - 1 else max(tensor.numel(), 1)
     chunks = math.ceil(tensor.numel() / chunk)
-    return [contiguous_copy_bytes(tensor), 4 * chunks, select_bytes(min(chunk, tensor.numel()))]
+    return [contiguous_copy_bytes(tensor), 4 * chunks, _tile_states(min(chunk, tensor.numel()), _SELECT)]
 
 
 @temporaries(aten.nonzero_static.default)
@@ -1087,7 +997,7 @@ def _masked_scatter(call: BoundArguments, gpu: GPU) -> list[int]:
     shape = torch.broadcast_shapes(call["self"].shape, mask.shape)
     n = math.prod(shape)
     copy = n if mask.shape != shape or not mask.is_contiguous() else 0
-    scan = mask_scan_bytes(n)
+    scan = _tile_states(n, _MASK_SCAN)
     return [n * _INDEX, copy, scan, -scan, contiguous_copy_bytes(source)]
 
 
@@ -1109,7 +1019,7 @@ def _unique(call: BoundArguments, gpu: GPU) -> Sequence[Temporary]:
     results = n * key + span * (inverse + counts)
     # The largest of three stages, less what is alive beside it in this list: the sort, the running count of
     # new values, and the selection.
-    stages = [_SCALAR + (run_length_bytes(n) if counts else select_bytes(n))]
+    stages = [_SCALAR + _tile_states(n, _RUN_LENGTH if counts else _SELECT)]
     if not consecutive:
         stages.append(span * inverse + radix_sort_bytes(n, key, _INDEX if inverse else 0) - results)
     if inverse:
