@@ -31,8 +31,8 @@ def _statements(body):
 def _imports(path):
     """The modules of ours that a file imports, at its top or inside functions.
 
-    Imports under TYPE_CHECKING are left out: they never run. A config class and the model that it builds name
-    each other in this way. The parent package of an imported module is left out as well: it only re-exports.
+    Imports under TYPE_CHECKING are left out: they never run. The parent package of an
+    imported module is left out as well: it only re-exports.
     """
     for node in _statements(ast.parse(path.read_text()).body):
         if isinstance(node, ast.Import):

@@ -6,8 +6,7 @@ import torch
 
 from benchmarks.systems.claims import Claim, Figures, gib
 from benchmarks.systems.figures import SEEDS
-from oomph.systems.ginr.config import PRESETS
-from oomph.systems.ginr.model import Mixing, MixingBlock
+from oomph.systems.ginr.model import PRESETS, Mixing, MixingBlock
 
 CONFIG = PRESETS["default"]
 BATCH = 64

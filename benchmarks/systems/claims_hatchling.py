@@ -3,7 +3,7 @@
 from functools import partial
 
 from benchmarks.systems.claims import Claim, Figures, gib, mib
-from oomph.systems.hatchling.config import PRESETS
+from oomph.systems.hatchling.model import PRESETS
 from oomph.systems.hatchling.naive import REPORT, REPORT_CHUNK
 
 _STEP = "hatchling hn_xs {} 16 x 256"

@@ -4,7 +4,7 @@ from bisect import bisect_left
 
 from benchmarks.systems.claims import Claim, Figures, gib
 from oomph import gpus
-from oomph.systems.longctx.config import LongContextConfig
+from oomph.systems.longctx.model import LongContextConfig
 from oomph.systems.longctx.naive import CHUNK, REPORT, should_chunk
 
 TOKENS = REPORT.tokens

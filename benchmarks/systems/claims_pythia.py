@@ -7,7 +7,7 @@ from torch import nn
 
 from benchmarks.systems.claims import Claim, Figures, gb, gib, mb, millions
 from oomph import gpus
-from oomph.systems.pythia.config import PRESETS, create_pythia_70m
+from oomph.systems.pythia.model import PRESETS, create_pythia_70m
 from oomph.systems.pythia.naive import REPORT, WIKITEXT_2_WORDS
 
 CAPPED, WORDS = 10_000, 50_000  # the vocabulary after the report's fix, and before

@@ -1,17 +1,13 @@
 """The blocks that language models share."""
 
-import copy
 import weakref
 
-import pytest
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
-from oomph.errors import ArgumentError
 from oomph.nn import RotaryEmbedding
 from oomph.ops.softmax_attention import BlockPattern
-from oomph.systems.blocks import MLP, Block, CausalAttention, LanguageModelOutput, Residual
+from oomph.systems.blocks import MLP, Block, CausalAttention, Residual
 
 
 def test_grouped_attention_equals_attention_with_repeated_keys_and_values():
@@ -50,12 +46,6 @@ def test_a_pattern_leaves_out_blocks_of_keys():
     assert (layer(changed)[:, 3] - layer(x)[:, 3]).abs().max() > 1e-6
 
 
-def test_the_rotary_of_the_model_is_no_child_of_a_layer():
-    layer = CausalAttention(16, 2, rotary=RotaryEmbedding(8, heads_first=False))
-    assert not any(isinstance(child, RotaryEmbedding) for child in layer.modules())
-    assert list(copy.deepcopy(layer).state_dict()) == [f"{name}_proj.weight" for name in "qkvo"]
-
-
 def test_a_fused_projection_computes_what_three_projections_do():
     torch.manual_seed(0)
     rotary = RotaryEmbedding(8, fraction=0.5, heads_first=False)
@@ -87,11 +77,6 @@ def test_what_a_fused_projection_gave_does_not_outlive_its_rotation():
     assert projected[0]() is None
 
 
-def test_a_fused_projection_with_norms_is_refused():
-    with pytest.raises(ArgumentError, match="fused_projection=True does not support qk_norm"):
-        CausalAttention(16, 2, qk_norm=True, fused_projection=True)
-
-
 def test_a_parallel_block_adds_both_branches_to_one_stream():
     torch.manual_seed(0)
     attention, mlp = (
@@ -102,17 +87,3 @@ def test_a_parallel_block_adds_both_branches_to_one_stream():
     expected = x + attention.inner(attention.norm(x)) + mlp.inner(mlp.norm(x))
     torch.testing.assert_close(Block(attention, mlp, parallel=True)(x), expected)
     torch.testing.assert_close(Block(attention, mlp)(x), mlp(attention(x)))
-
-
-def test_the_tensors_of_an_output_are_found_by_wrappers():
-    loss = torch.ones(())
-    assert [leaf for leaf in tree_leaves(LanguageModelOutput(loss=loss)) if leaf is not None] == [loss]
-
-
-def test_wrong_sizes_are_told_in_one_line():
-    with pytest.raises(ArgumentError, match="num_heads=4 is not a multiple of num_kv_heads=3"):
-        CausalAttention(24, 4, 3)
-    with pytest.raises(ArgumentError, match="activation='tanh' is not valid; choose from 'relu', 'gelu'"):
-        MLP(8, 16, "tanh")
-    with pytest.raises(ArgumentError, match="a parallel block needs a Residual, not a Linear"):
-        Block(nn.Linear(8, 8), Residual(nn.LayerNorm(8), MLP(8, 16, "relu")), parallel=True)

@@ -9,7 +9,6 @@ from oomph.errors import UserError
 from oomph.systems.ginr import GINRConfig
 from oomph.systems.hatchling import HatchlingConfig
 from oomph.systems.longctx import PRESETS, LongContextConfig
-from oomph.systems.longctx.naive import NaiveLongContext
 from oomph.systems.npt import NPTConfig, NPTOptimization
 from oomph.systems.pythia import PythiaConfig
 
@@ -66,8 +65,6 @@ def test_all_invalid_fields_are_reported_together():
     assert {problem["loc"][0] for problem in caught.value.errors()} == set(fields)
 
 
-def test_unknown_sizes_and_bugs_are_reported_with_the_valid_ones():
+def test_an_unknown_size_is_reported_with_the_valid_ones():
     with pytest.raises(UserError, match=r"no size '7B'; choose from tiny, 0\.6B, 4B, qwen3-4B, 8B"):
         LongContextConfig.of("7B")
-    with pytest.raises(UserError, match="rope_bug='none' is not valid"):
-        NaiveLongContext(PRESETS["tiny"], 8, rope_bug="none")

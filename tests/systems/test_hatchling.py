@@ -7,7 +7,6 @@ import torch
 from text_batches import text_batch, tokens
 
 import oomph
-from oomph.ops import kda
 from oomph.systems.blocks import CausalAttention
 from oomph.systems.hatchling import PRESETS, HatchlingConfig, KDABlock
 from oomph.systems.hatchling.naive import REPORT, NaiveHatchling
@@ -61,28 +60,6 @@ def test_one_token_has_nothing_to_predict():
     out = NO_DROP.build()(ids, labels=ids)
     assert out.loss.item() == 0
     assert out.auxiliary_loss is None
-
-
-def _forward_of_one_layer(mode, size):
-    def forward():
-        shape = (REPORT.batch, REPORT.tokens, 8)
-        q, k, v, decay = (torch.randn(*shape, 64, device="cuda", requires_grad=True) for _ in range(4))
-        beta = torch.rand(shape, device="cuda", requires_grad=True)
-        kda(q, k, v, -decay.abs(), beta, mode=mode, memory_chunk_size=size)[0].sum().backward()
-
-    return forward
-
-
-def test_the_tensor_that_failed_is_512_mib_of_fp32_and_cutting_it_saves_nothing():
-    whole, cut, chunked = (
-        oomph.predict(_forward_of_one_layer(*how), gpu=REPORT.gpu)
-        for how in (("scan", 256), ("scan", 64), ("chunked", 64))
-    )
-    sizes = [a.bytes for a in whole.allocations if a.shape == (16, 256, 8, 64, 64)]
-    assert min(sizes) == max(sizes) == 512 * 2**20
-    assert len(sizes) >= 4
-    assert cut.peak.allocated > 0.95 * whole.peak.allocated
-    assert chunked.peak.allocated * 20 < whole.peak.allocated
 
 
 def test_on_the_reports_card_the_naive_form_fails_where_the_model_fits():

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 from oomph.errors import UserError
-from oomph.systems.npt import PRESETS, NPComponent
+from oomph.systems.npt import NPComponent
 from oomph.training.config import load_dict
 from oomph.training.data.tokenizers import pretrained
 from oomph.training.run import train
@@ -111,4 +110,3 @@ def test_the_low_rank_product_on_the_cpu_has_the_same_outputs_and_gradients():
         results.append((y, *grads))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs)
-    assert replace(PRESETS["tiny"].optimization, use_cpu_offload=True).use_cpu_offload

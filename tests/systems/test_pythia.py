@@ -13,10 +13,6 @@ from oomph.systems.pythia.naive import (
     REPORT,
     REPORT_VOCAB_SIZE,
     NaivePythia,
-    all_batches,
-    broadcast_matmul,
-    every_word,
-    one_hot,
 )
 
 pytestmark = pytest.mark.usefixtures("in_process")
@@ -46,17 +42,6 @@ def test_dropout_acts_in_training_only():
     assert not torch.equal(model(ids).logits, model(ids).logits)
     model.eval()
     assert torch.equal(model(ids).logits, model(ids).logits)
-
-
-def test_a_broadcast_product_is_a_matrix_product_through_every_pair():
-    left, right = torch.randn(2, 3, 5, 4), torch.randn(2, 3, 4, 7)
-    torch.testing.assert_close(broadcast_matmul(left, right), left @ right)
-    assert one_hot(torch.tensor([2, 0]), 3, torch.float32).tolist() == [[0, 0, 1], [1, 0, 0]]
-
-
-def test_the_reports_vocabulary_and_batches_hold_everything():
-    assert every_word(["a b a", "c b"]) == {"a": 0, "b": 1, "c": 2}
-    assert [b.tolist() for b in all_batches(torch.arange(9), 2, 2)] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
 
 
 def test_on_the_reports_card_the_naive_form_fails_where_the_model_takes_little():

@@ -46,7 +46,8 @@ class CausalAttention(nn.Module):
         position encoding (NoPE).
     pattern: a BlockPattern, for block-sparse attention.
     fused_projection: one matrix [W_q; W_k; W_v], so fewer kernel launches. For small models only: queries,
-        keys and values are views of one tensor, which stays alive as a whole and has one gradient.
+        keys and values are views of one tensor, which stays alive as a whole and has one gradient. Without
+        qk_norm.
     """
 
     def __init__(
@@ -67,12 +68,6 @@ class CausalAttention(nn.Module):
         self.num_heads = num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
-        if self.num_heads % self.num_kv_heads:
-            raise ArgumentError(
-                f"num_heads={num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
-            )
-        if fused_projection and qk_norm:
-            raise ArgumentError("fused_projection=True does not support qk_norm=True")
         self.pattern = pattern
         self.attention_function: Callable[..., Tensor] = attention
         # A bound method: the RotaryEmbedding itself is a submodule of the model, not of this layer.
@@ -122,9 +117,6 @@ class MLP(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int, activation: str) -> None:
         super().__init__()
-        if activation not in ACTIVATIONS:
-            valid = ", ".join(map(repr, ACTIVATIONS))
-            raise ArgumentError(f"activation={activation!r} is not valid; choose from {valid}")
         self.activation = activation
         self.up_proj = nn.Linear(hidden_size, intermediate_size)
         self.down_proj = nn.Linear(intermediate_size, hidden_size)
@@ -155,8 +147,6 @@ class Block(nn.Module):
 
     def __init__(self, attention: nn.Module, mlp: Residual, *, parallel: bool = False) -> None:
         super().__init__()
-        if parallel and not isinstance(attention, Residual):
-            raise ArgumentError(f"a parallel block needs a Residual, not a {type(attention).__name__}")
         self.attention, self.mlp, self.parallel = attention, mlp, parallel
 
     def forward(self, x_BTD: Tensor, table: RotaryTable | None = None) -> Tensor:

@@ -1,14 +1,11 @@
 """What the systems' config dataclasses share: pydantic validates them."""
 
-from collections.abc import Callable, Collection, Mapping
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable, Collection
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from oomph.errors import UserError
-
-Config = TypeVar("Config")
 Probability = Annotated[float, Field(ge=0, lt=1)]
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -38,9 +35,3 @@ def invalid_if(wrong: bool, field: str, advice: str) -> None:
 def check_multiple(config: object, field: str, *, of: str) -> None:
     divisor: int = getattr(config, of)
     invalid_if(getattr(config, field) % divisor > 0, field, f"give a multiple of {of}={divisor}")
-
-
-def find_preset(presets: Mapping[str, Config], name: object, system: str) -> Config:
-    if not isinstance(name, str) or name not in presets:
-        raise UserError(f"{system} has no size {name!r}; choose from {', '.join(presets)}")
-    return presets[name]

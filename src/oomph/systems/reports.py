@@ -6,10 +6,8 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.resources import files
 
 
 @dataclass(frozen=True)
@@ -42,12 +40,6 @@ class Report:
     gpu: str
     commands: Mapping[str, str]
     forms: tuple[FormRun, ...]
-
-
-def claims_of(report: str) -> list[dict[str, str]]:
-    """The claims of a report, each with our figures, a verdict and the reason for it."""
-    lines = files("oomph.systems").joinpath("claims.csv").read_text(encoding="utf-8").splitlines()
-    return [row for row in csv.DictReader(lines) if row.pop("report") == report]
 
 
 # The report's shape of each system.

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oomph.ops.softmax_attention.arguments import LocalityBias
-from oomph.systems.ginr.config import GINRConfig
-from oomph.systems.ginr.model import GINR, Attention, Decoder, FeedForward, LayerClasses
+from oomph.systems.ginr.model import GINR, Attention, Decoder, FeedForward, GINRConfig, LayerClasses
 
 
 class EagerAttention(Attention):

@@ -1,6 +1,5 @@
 """Hatchling, field report 000: a decoder with spiking Kimi delta attention."""
 
-from oomph.systems.hatchling.config import PRESETS, HatchlingConfig
-from oomph.systems.hatchling.model import Hatchling, KDABlock
+from oomph.systems.hatchling.model import PRESETS, Hatchling, HatchlingConfig, KDABlock
 
 __all__ = ["PRESETS", "Hatchling", "HatchlingConfig", "KDABlock"]

@@ -6,8 +6,7 @@ alive at the line that failed, and autograd saves the intermediate results of ev
 
 from dataclasses import replace
 
-from oomph.systems.hatchling.config import HatchlingConfig
-from oomph.systems.hatchling.model import Hatchling
+from oomph.systems.hatchling.model import Hatchling, HatchlingConfig
 from oomph.systems.reports import ReportedRun
 
 REPORT = ReportedRun("rtx3090", "hn_xs", batch=16, tokens=256)  # the first stage of its curriculum

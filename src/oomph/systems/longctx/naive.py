@@ -10,15 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from oomph.errors import UserError
 from oomph.systems.blocks import LanguageModelOutput
-from oomph.systems.longctx.config import LongContextConfig
-from oomph.systems.longctx.model import LongContext
+from oomph.systems.longctx.model import LongContext, LongContextConfig
 from oomph.systems.reports import ReportedRun
 
 REPORT = ReportedRun("rtx-pro-6000", "4B", batch=1, tokens=131_072)  # the card with 94.97 GiB
 CHUNK = 4096  # tokens per chunk of the report's loss
-ROPE_BUGS = (None, "wrong_device", "rounded_positions")
 
 
 class RopeCache(nn.Module):
@@ -82,8 +79,6 @@ class NaiveLongContext(LongContext):
 
     def __init__(self, config: LongContextConfig, context_length: int, rope_bug: str | None = None) -> None:
         """context_length: of the caches; a longer sequence rebuilds them."""
-        if rope_bug not in ROPE_BUGS:
-            raise UserError(f"rope_bug={rope_bug!r} is not valid; choose from {ROPE_BUGS}")
         super().__init__(config)
         if config.attention == "dense":  # NSA layers need the table as well
             self.rotary = None

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from oomph.ops import Int8Weight
 from oomph.ops.modulation import TokenIndex
-from oomph.systems.npt.config import NPTConfig
-from oomph.systems.npt.model import NPComponent, NPTModel
+from oomph.systems.npt.model import NPComponent, NPTConfig, NPTModel
 
 CHUNK = 16  # tokens of a chunk; the report does not say how many
 

@@ -3,7 +3,6 @@
 Legend: B batch, H heads, T and S tokens, E head size, V vocabulary.
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -12,8 +11,7 @@ from torch import Tensor, nn
 
 from oomph.ops.softmax_attention import BlockPattern
 from oomph.systems.blocks import CausalAttention, LanguageModelOutput, Residual
-from oomph.systems.pythia.config import PythiaConfig
-from oomph.systems.pythia.model import Pythia
+from oomph.systems.pythia.model import Pythia, PythiaConfig
 from oomph.systems.reports import ReportedRun
 
 REPORT = ReportedRun("a100-80gb", "report", batch=8, tokens=512)
@@ -114,18 +112,3 @@ def build(config: PythiaConfig, form: str = "naive", *, seq_len: int | None = No
     if form == "all_words":
         return Pythia(replace(config, vocab_size=max(config.vocab_size, REPORT_VOCAB_SIZE)))
     return ResidentBatches(config) if form == "all_batches" else NaivePythia(config)
-
-
-def every_word(texts: Iterable[str]) -> dict[str, int]:
-    """The report's vocabulary before its fix: one entry for each distinct word of the data."""
-    words = dict.fromkeys(word for text in texts for word in text.split())
-    return {word: number for number, word in enumerate(words)}
-
-
-def all_batches(ids: Tensor, batch_size: int, seq_len: int) -> list[Tensor]:
-    """The report's batches: the whole data set, copied into batches before the first step."""
-    size = batch_size * seq_len
-    return [
-        ids[start : start + size].view(batch_size, seq_len).clone()
-        for start in range(0, ids.numel() - size + 1, size)
-    ]
