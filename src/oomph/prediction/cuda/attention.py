@@ -50,39 +50,25 @@ SHIPPED_CUDNN = 91900
 _CUDNN_WIDE_HEADS = 91000
 
 
-@dataclass(frozen=True)
-class Operand:
-    """What the choice looks at in one tensor."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool = False
-
-    @staticmethod
-    def of(tensor: Tensor) -> "Operand":
-        return Operand(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.requires_grad)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """One call of scaled_dot_product_attention on a GPU of the given compute capability."""
+    """The arguments of scaled_dot_product_attention, and the compute capability of the GPU."""
 
-    query: Operand
-    key: Operand
-    value: Operand
-    mask: Operand | None = None
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
     dropout_p: float = 0.0
     is_causal: bool = False
+    scale: float | None = None
     enable_gqa: bool = False
-    grad_enabled: bool = True
     capability: Capability = (9, 0)
 
     @property
     def differentiable(self) -> bool:
         """Will a backward pass follow? The mask does not count, as in torch."""
-        inputs = (self.query, self.key, self.value)
-        return self.grad_enabled and any(operand.requires_grad for operand in inputs)
+        inputs = self.query, self.key, self.value
+        return torch.is_grad_enabled() and any(each.requires_grad for each in inputs)
 
 
 @dataclass(frozen=True)
@@ -142,18 +128,14 @@ def _objection(backend: Backend, call: AttentionCall, settings: SdpaSettings) ->
         return "switched off"
     if backend is Backend.MATH:
         return None
-    ranks = {len(call.query.shape), len(call.key.shape), len(call.value.shape)}
-    if ranks != {4}:
+    if {call.query.dim(), call.key.dim(), call.value.dim()} != {4}:
         return "query, key and value must have 4 dimensions"
-    objection = _shared_objection(call, backend)
-    if objection is not None:
-        return objection
     specific: dict[Backend, Callable[[AttentionCall, SdpaSettings], str | None]] = {
         Backend.FLASH: _flash_objection,
         Backend.EFFICIENT: _efficient_objection,
         Backend.CUDNN: _cudnn_objection,
     }
-    return specific[backend](call, settings)
+    return _shared_objection(call, backend) or specific[backend](call, settings)
 
 
 def _shared_objection(call: AttentionCall, backend: Backend) -> str | None:
@@ -171,17 +153,17 @@ def _shared_objection(call: AttentionCall, backend: Backend) -> str | None:
             return "key/value heads do not divide query heads"
     elif not heads == key_heads == value_heads:
         return "numbers of heads differ"
-    unit_strides = all(operand.stride[-1] == 1 for operand in (q, k, v))
+    unit_strides = all(each.stride(-1) == 1 for each in (q, k, v))
     if not unit_strides and not (backend is not Backend.EFFICIENT and q.shape[-1] == 1):
         return "last dimension is not contiguous"
-    if call.mask is not None and call.mask.stride[-1] != 1:
+    if call.attn_mask is not None and call.attn_mask.stride(-1) != 1:
         return "mask's last dimension is not contiguous"
     return None
 
 
 def _flash_objection(call: AttentionCall, settings: SdpaSettings) -> str | None:
     q, k, v = call.query, call.key, call.value
-    if call.mask is not None:
+    if call.attn_mask is not None:
         return "no attention mask"
     if not (q.shape[-1] == k.shape[-1] == v.shape[-1] <= 256):
         return "head sizes must be equal and at most 256"
@@ -193,7 +175,7 @@ def _flash_objection(call: AttentionCall, settings: SdpaSettings) -> str | None:
             return f"no backward for head size {head} on this GPU"
     if call.is_causal and q.shape[2] != k.shape[2]:
         return "causal needs equal query and key lengths"
-    return _low_precision_objection(call)
+    return _dtype_objection(call, {torch.float16})
 
 
 def _small_shared_memory(capability: Capability) -> bool:
@@ -230,7 +212,7 @@ def _cudnn_objection(call: AttentionCall, settings: SdpaSettings) -> str | None:
         return "not deterministic"
     if not (8, 0) <= call.capability <= (12, 1):
         return "needs sm_80 or later"
-    objection = _low_precision_objection(call) or _cudnn_mask_objection(call)
+    objection = _dtype_objection(call, {torch.float16}) or _cudnn_mask_objection(call)
     if objection is not None:
         return objection
     heads = (q.shape[-1], v.shape[-1])
@@ -254,7 +236,7 @@ def _cudnn_widest_head(capability: Capability, version: int, heads: tuple[int, i
 
 
 def _cudnn_mask_objection(call: AttentionCall) -> str | None:
-    mask = call.mask
+    mask = call.attn_mask
     if mask is None:
         return None
     if mask.requires_grad:
@@ -266,10 +248,6 @@ def _cudnn_mask_objection(call: AttentionCall) -> str | None:
     return None
 
 
-def _low_precision_objection(call: AttentionCall) -> str | None:
-    return _dtype_objection(call, {torch.float16})
-
-
 def _dtype_objection(call: AttentionCall, allowed: set[torch.dtype]) -> str | None:
     if call.capability >= (8, 0):
         allowed = allowed | {torch.bfloat16}
@@ -279,51 +257,27 @@ def _dtype_objection(call: AttentionCall, allowed: set[torch.dtype]) -> str | No
     return f"no kernel for {str(call.query.dtype).removeprefix('torch.')}"
 
 
-def attention_like_cuda(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    capability: Capability,
-) -> Tensor:
+def attention_like_cuda(call: AttentionCall) -> Tensor:
     """Run the operators, and so make the allocations, that CUDA's scaled_dot_product_attention would.
 
     Only aten operators are called; autograd's own formulas give the backward. Tensors are created from the
     inputs (new_full, new_ones), never by bare factory functions, so that they inherit the fake device.
     """
-    call = AttentionCall(
-        Operand.of(query),
-        Operand.of(key),
-        Operand.of(value),
-        None if attn_mask is None else Operand.of(attn_mask),
-        dropout_p,
-        is_causal,
-        enable_gqa,
-        torch.is_grad_enabled(),
-        capability,
-    )
     backend, _ = choose_backend(call)
-    mask = None if attn_mask is None else _as_float_mask(attn_mask, query.dtype)
     if backend is Backend.FLASH:
-        return _flash(query, key, value, dropout_p, is_causal, scale)
+        return _flash(call)
+    mask = None if call.attn_mask is None else _as_float_mask(call.attn_mask, call.query.dtype)
+    if backend is Backend.MATH:
+        return _math(call, mask)
+    if backend is Backend.EFFICIENT and mask is not None:
+        mask = _aligned_mask(mask).expand(*call.query.shape[:3], call.key.size(2))
+    given = call.query, call.key, call.value, mask, call.differentiable, call.dropout_p, call.is_causal
     if backend is Backend.CUDNN:
-        out: Tensor = aten._scaled_dot_product_cudnn_attention(
-            query, key, value, mask, call.differentiable, dropout_p, is_causal, False, scale=scale
-        )[0]
-        return out
-    if backend is Backend.EFFICIENT:
-        if mask is not None:
-            mask = _aligned_mask(mask).expand(query.size(0), query.size(1), query.size(2), key.size(2))
-        out = aten._scaled_dot_product_efficient_attention(
-            query, key, value, mask, call.differentiable, dropout_p, is_causal, scale=scale
-        )[0]
-        return out
-    return _math(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
+        results = aten._scaled_dot_product_cudnn_attention(*given, False, scale=call.scale)
+    else:
+        results = aten._scaled_dot_product_efficient_attention(*given, scale=call.scale)
+    out: Tensor = results[0]
+    return out
 
 
 def _as_float_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -345,48 +299,39 @@ def _aligned_mask(mask: Tensor) -> Tensor:
     return padded.narrow(-1, 0, length)
 
 
-def _flash(
-    query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool, scale: float | None
-) -> Tensor:
-    head = query.size(-1)
+def _flash(call: AttentionCall) -> Tensor:
+    head = call.query.size(-1)
     padding = -head % 8
+    inputs = call.query, call.key, call.value
     if padding:
-        query, key, value = (aten.constant_pad_nd(t, [0, padding]) for t in (query, key, value))
+        inputs = tuple(aten.constant_pad_nd(each, [0, padding]) for each in inputs)
     # The scale is that of the head size before padding.
-    scale = 1.0 / math.sqrt(head) if scale is None else scale
+    scale = 1.0 / math.sqrt(head) if call.scale is None else call.scale
     out: Tensor = aten._scaled_dot_product_flash_attention(
-        query, key, value, dropout_p, is_causal, False, scale=scale
+        *inputs, call.dropout_p, call.is_causal, False, scale=scale
     )[0]
     return out.narrow(-1, 0, head) if padding else out
 
 
-def _math(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Tensor:
+def _math(call: AttentionCall, mask: Tensor | None) -> Tensor:
     """The unfused path. aten._scaled_dot_product_attention_math cannot stand in for it: on fake tensors it
     adds the mask out of place, one L x S matrix more than on a GPU, and its dropout takes the CPU's way.
 
     Names are kept bound to the end, as in torch, because what they hold is freed only then.
     """
+    query, key, value, scale = call.query, call.key, call.value, call.scale
     dtype = query.dtype
     low_precision_allowed = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
     upcast = dtype in (torch.float16, torch.bfloat16) and not low_precision_allowed
     wide_query, wide_key, wide_value = (t.to(torch.float32) if upcast else t for t in (query, key, value))
     factor = math.sqrt(abs(scale) if scale is not None else 1.0 / math.sqrt(query.size(-1)))
     scaled_query = aten.mul.Scalar(wide_query, -factor if scale is not None and scale < 0 else factor)
-    if is_causal:
+    if call.is_causal:
         lower = aten.tril(query.new_ones((query.size(-2), key.size(-2)), dtype=torch.bool))
         mask = _as_float_mask(lower, scaled_query.dtype)
         del lower
     full_key, full_value = wide_key, wide_value
-    if enable_gqa and not query.size(-3) == key.size(-3) == value.size(-3):
+    if call.enable_gqa and not query.size(-3) == key.size(-3) == value.size(-3):
         full_key = wide_key.repeat_interleave(query.size(-3) // key.size(-3), -3)
         full_value = wide_value.repeat_interleave(query.size(-3) // value.size(-3), -3)
     scores = torch.matmul(scaled_query, aten.mul.Scalar(full_key.transpose(-2, -1), factor))
@@ -394,8 +339,8 @@ def _math(
         scores.add_(mask)
     weights = aten._safe_softmax(scores, -1)
     del scores
-    if dropout_p > 0:
-        weights = aten.native_dropout(weights, dropout_p, True)[0]
+    if call.dropout_p > 0:
+        weights = aten.native_dropout(weights, call.dropout_p, True)[0]
     out = torch.matmul(weights, full_value).to(dtype)
     weights.to(dtype)  # torch returns the weights too, in the caller's dtype, and drops them
     return out

@@ -23,20 +23,20 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.utils.weak import TensorWeakRef
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from oomph.prediction.cuda.attention import attention_like_cuda
+from oomph.prediction.cuda.attention import AttentionCall, attention_like_cuda
 from oomph.prediction.cuda.kernels import partial_sums, uses_cudnn_batch_norm
 from oomph.prediction.cuda.rules import (
     COMPOSITES,
     BoundArguments,
+    CompositeRule,
     RuleContext,
     bind,
     composite,
@@ -61,8 +61,6 @@ from oomph.torch_internals import (
 
 _KEY_SET = DispatchKeySet(AUTOCAST_CUDA)
 _KEY_NAME = "AutocastCUDA"
-
-_one_at_a_time = threading.Lock()
 
 
 def _names(text: str) -> frozenset[str]:
@@ -150,13 +148,10 @@ def cuda_autocast(is_on_gpu: OnGpu) -> Iterator[None]:
     Casts go through autograd, and the cast of a float32 leaf is kept until the outermost region ends. Holds
     for the calling thread and the backward passes it starts. Nothing of the process is changed afterwards.
     """
-    if not _one_at_a_time.acquire(blocking=False):
-        raise RuntimeError("cuda_autocast is already active; its kernels are one set for the whole process")
     casts = _Casts(is_on_gpu)
     new_library: Any = torch.library.Library
     library = new_library("aten", "IMPL")
     with ExitStack() as undo:
-        undo.callback(_one_at_a_time.release)
         undo.callback(casts.clear)
         undo.callback(library._destroy)
         with warnings.catch_warnings():
@@ -164,7 +159,7 @@ def cuda_autocast(is_on_gpu: OnGpu) -> Iterator[None]:
             warnings.simplefilter("ignore")
             for op, overload in AUTOCAST_OPS.items():
                 library.impl(op, casts.kernel(op, overload), _KEY_NAME, allow_override=True)
-        for name, replacement in _torch_functions(casts.kept).items():
+        for name, replacement in _torch_functions(casts.forget_copies).items():
             undo.callback(setattr, torch, name, getattr(torch, name))
             setattr(torch, name, replacement)
         undo.callback(dispatch_tls_set_dispatch_key_included, AUTOCAST_CUDA, False)
@@ -172,44 +167,23 @@ def cuda_autocast(is_on_gpu: OnGpu) -> Iterator[None]:
         yield
 
 
-class _WeightCasts:
-    """Low-precision copies of float32 leaves, kept so that a weight used twice is cast once."""
-
-    def __init__(self) -> None:
-        self._copies: dict[int, tuple[TensorWeakRef, torch.Tensor]] = {}
-        self._orphans: list[torch.Tensor] = []
-
-    def get(self, source: torch.Tensor) -> torch.Tensor | None:
-        entry = self._copies.get(id(source))
-        if entry is None:
-            return None
-        reference, copy = entry
-        if reference() is source:
-            return copy
-        # The source died and another tensor has its id. Torch keeps the copy until the cache is cleared.
-        self._orphans.append(copy)
-        del self._copies[id(source)]
-        return None
-
-    def put(self, source: torch.Tensor, copy: torch.Tensor) -> None:
-        self._copies[id(source)] = (TensorWeakRef(source), copy)
-
-    def clear(self) -> None:
-        self._copies.clear()
-        self._orphans.clear()
-
-
 class _Casts:
     """Builds the kernels: each looks at its arguments, casts by its policy, calls the op below autocast."""
 
     def __init__(self, is_on_gpu: OnGpu) -> None:
         self.is_on_gpu = is_on_gpu
-        self.kept = _WeightCasts()
+        # Low-precision copies of float32 leaves: a weight used twice is cast once.
+        self._kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._copies: list[torch.Tensor] = []  # torch keeps those of leaves that died, too
+
+    def forget_copies(self) -> None:
+        self._kept = WeakTensorKeyDictionary()
+        self._copies.clear()
 
     def clear(self) -> None:
         """Lets go of the caller's objects: torch never drops a Python kernel, even of a destroyed library."""
-        self.is_on_gpu = _nothing_is_on_gpu
-        self.kept.clear()
+        self.is_on_gpu = lambda tensor: False
+        self.forget_copies()
 
     def kernel(self, op: str, overload: OpOverload) -> Kernel:
         if op in LOWER_PRECISION:
@@ -307,12 +281,13 @@ class _Casts:
                 and not arg._is_view()
                 and torch.is_autocast_cache_enabled()
             )
-            kept = self.kept.get(arg) if is_kept else None
+            kept = self._kept.get(arg) if is_kept else None
         if kept is not None:
             return kept
         copy: torch.Tensor = _call(torch.ops.aten.to.dtype, arg, dtype)
         if is_kept:
-            self.kept.put(arg, copy)
+            self._kept[arg] = copy
+            self._copies.append(copy)
         return copy
 
     def _eligible_dtypes(self, tensors: Iterable[torch.Tensor]) -> list[torch.dtype]:
@@ -325,7 +300,7 @@ class _Casts:
             return dtype.is_floating_point and dtype != torch.float64 and self.is_on_gpu(arg)
 
 
-def _torch_functions(kept: _WeightCasts) -> dict[str, Callable[[], Any]]:
+def _torch_functions(forget_copies: Callable[[], None]) -> dict[str, Callable[[], Any]]:
     """Replacements for the torch functions through which `torch.autocast` ends the life of kept casts."""
     clear, enter, leave = (
         torch.clear_autocast_cache,
@@ -336,7 +311,7 @@ def _torch_functions(kept: _WeightCasts) -> dict[str, Callable[[], Any]]:
 
     def clear_autocast_cache() -> None:
         clear()
-        kept.clear()
+        forget_copies()
 
     # CUDA's backward has a thread of its own, and the nesting depth is per thread. So a region entered in
     # backward (a checkpoint recomputing) is an outermost one and clears the cache at its end, even where
@@ -367,10 +342,6 @@ def _tensors(args: Iterable[Any]) -> Iterator[torch.Tensor]:
         for item in arg if isinstance(arg, (list, tuple)) else (arg,):
             if isinstance(item, torch.Tensor):
                 yield item
-
-
-def _nothing_is_on_gpu(tensor: torch.Tensor) -> bool:
-    return False
 
 
 def _in_backward() -> bool:
@@ -474,20 +445,19 @@ def _dropout(context: RuleContext, call: BoundArguments) -> Any:
     return input if p == 0 or not train else NotImplemented
 
 
-@composite(aten.softmax.int)
-def _softmax(context: RuleContext, call: BoundArguments) -> Any:
-    if call["self"].dtype == torch.float16 and call["dtype"] == torch.float32:
-        return aten._softmax.default(
-            call["self"], call["dim"], True
-        )  # one kernel reads half and writes float
-    return NotImplemented
+def _float_from_half(kernel: OpOverload) -> CompositeRule:
+    """One kernel reads half precision and writes float32."""
+
+    def rule(context: RuleContext, call: BoundArguments) -> Any:
+        if call["self"].dtype == torch.float16 and call["dtype"] == torch.float32:
+            return kernel(call["self"], call["dim"], True)
+        return NotImplemented
+
+    return rule
 
 
-@composite(aten.log_softmax.int)
-def _log_softmax(context: RuleContext, call: BoundArguments) -> Any:
-    if call["self"].dtype == torch.float16 and call["dtype"] == torch.float32:
-        return aten._log_softmax.default(call["self"], call["dim"], True)
-    return NotImplemented
+composite(aten.softmax.int)(_float_from_half(aten._softmax.default))
+composite(aten.log_softmax.int)(_float_from_half(aten._log_softmax.default))
 
 
 @composite(aten.one_hot.default)
@@ -526,17 +496,7 @@ def _reversed_cumsum(tensor: torch.Tensor, dim: int) -> torch.Tensor:
 
 @composite(aten.scaled_dot_product_attention.default)
 def _attention(context: RuleContext, call: BoundArguments) -> Any:
-    return attention_like_cuda(
-        call["query"],
-        call["key"],
-        call["value"],
-        call["attn_mask"],
-        call["dropout_p"],
-        call["is_causal"],
-        scale=call["scale"],
-        enable_gqa=call["enable_gqa"],
-        capability=context.gpu.capability,
-    )
+    return attention_like_cuda(AttentionCall(**call, capability=context.gpu.capability))
 
 
 @composite(aten.rms_norm.default)
