@@ -234,11 +234,8 @@ def train_once(model):
     ("function", "returned"),
     [
         (lambda: nn.Linear, "returned the class Linear"),
-        (lambda: {"w": workload()}, "returned a dict of a Workload"),
-        (
-            lambda: (on_gpu(), 1, 2, 3, 4),
-            r"returned a tuple of a model \(Linear\), an int, an int and 2 more",
-        ),
+        (lambda: {"w": workload()}, "returned a dict"),
+        (lambda: (on_gpu(), 1), "returned a tuple"),
         (lambda: torch.optim.SGD(on_gpu().parameters()), r"returned an optimizer \(SGD\)"),
     ],
 )

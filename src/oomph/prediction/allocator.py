@@ -18,10 +18,11 @@ the mapped part by best fit, as ever.
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from oomph.errors import UserError
@@ -64,10 +65,6 @@ class Block:
         self.mapped = True  # only expandable segments have stretches without memory behind them
         self.prev = prev
         self.next = next
-
-    def __repr__(self) -> str:
-        state = "allocated" if self.allocated else "free"
-        return f"Block(address={self.address:#x}, size={self.size}, {state})"
 
 
 class Pool:
@@ -162,19 +159,16 @@ class CachingAllocator:
 
     def malloc(self, nbytes: int, stream: int = 0) -> Block:
         """The block that serves a request; one of size 0, outside every segment, for a request of 0 bytes."""
-        if nbytes <= 0:
-            if nbytes < 0:
-                raise ValueError(f"cannot allocate {nbytes} bytes")
-            return self._empty_block()
+        if nbytes == 0:
+            block = Block(0, 0, Pool(0, None))
+            block.allocated = True
+            return block
         size = (nbytes + MIN_BLOCK - 1) // MIN_BLOCK * MIN_BLOCK
         pools = self._pools.get(stream)
         if pools is None:
             pools = self._pools[stream] = self._new_pools()
         pool = pools[size > SMALL_REQUEST]
-
-        block = pool.take(size)
-        if block is None:
-            block = self._new_segment(size, pool)
+        block = pool.take(size) or self._new_segment(size, pool)
 
         remainder = block.size - size
         if remainder > pool.unsplit and size < pool.split_below:
@@ -196,8 +190,6 @@ class CachingAllocator:
 
         A block that another stream uses as well counts as free at once, and is reused after `synchronize`.
         """
-        if not block.allocated:
-            raise ValueError(f"{block!r} is not allocated")
         self.allocated -= block.size
         if block.recorded:
             self._waiting.append(block)
@@ -281,11 +273,6 @@ class CachingAllocator:
         self.reserved -= block.size
         if self._on_segment is not None:
             self._on_segment("segment_free", block.address, block.size)
-
-    def _empty_block(self) -> Block:
-        block = Block(0, 0, Pool(0, None))
-        block.allocated = True
-        return block
 
 
 def return_to_pool(block: Block) -> Block:
@@ -488,17 +475,12 @@ class ExpandableAllocator(CachingAllocator):
             _Arena(LARGE_SEGMENT, base + _ARENA, self._max_split),
         )
 
-    def _arenas(self) -> Iterator[_Arena]:
-        for pools in self._pools.values():
-            for arena in pools:
-                assert isinstance(arena, _Arena)
-                yield arena
-
     def empty_cache(self) -> int:
         """Unmap every page without an allocated block: how many."""
         self.synchronize()
         released = 0
-        for arena in self._arenas():
+        for arena in itertools.chain(*self._pools.values()):
+            assert isinstance(arena, _Arena)
             for block in [arena.blocks[key] for key in arena.keys]:
                 address, size = arena.unmap(block)
                 self.reserved -= size

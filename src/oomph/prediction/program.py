@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import inspect
 import numbers
@@ -28,7 +27,13 @@ from oomph.prediction.tracer.fast_path import FastPath
 from oomph.prediction.tracer.tracer import Tracer
 from oomph.prediction.tracer.work import KernelsMark
 from oomph.records import Event, Progress
-from oomph.torch_internals import FakeTensor, deterministic_algorithms, init_fake_process_group, tree_flatten
+from oomph.torch_internals import (
+    FakeTensor,
+    deterministic_algorithms,
+    init_fake_process_group,
+    tree_flatten,
+    tree_leaves,
+)
 from oomph.workload import Workload, check_loss
 
 _RECORDED_PASSES = 4  # of a step whose passes accumulate; later ones find blocks that they can use again
@@ -402,7 +407,6 @@ def _is_real(tensor: torch.Tensor) -> bool:
 
 # -------------------------------------------------------------------------- what a function returned
 
-_DEEPEST_NESTING = 4  # collections in collections; some hold themselves
 VALID = (
     "return a function of no arguments that does one training step, or a Workload; "
     "or do the training inside and return nothing"
@@ -446,66 +450,33 @@ def name_of(function: Callable[..., Any]) -> str:
     return "the function" if name == "<lambda>" else f"{name}()"
 
 
-def described(value: Any, depth: int = 0) -> str:
-    """`a model (GPT2)`, `a tuple of a model (GPT2) and a function (step)`"""
+def described(value: Any) -> str:
+    """`a model (GPT2)`, `a function (step)`, `a tuple`"""
+    name = value.__name__ if inspect.isroutine(value) else type(value).__name__
+    kinds: dict[Any, str] = {
+        torch.nn.Module: "a model",
+        torch.optim.Optimizer: "an optimizer",
+        Callable: "a function",
+    }
     if value is None:
         return "None"
     if isinstance(value, type):
         return f"the class {value.__name__}"
-    if isinstance(value, torch.nn.Module):
-        return f"a model ({type(value).__name__})"
-    if isinstance(value, torch.optim.Optimizer):
-        return f"an optimizer ({type(value).__name__})"
-    if isinstance(value, torch.Tensor):
-        return "a tensor"
-    if isinstance(value, Workload):
-        return "a Workload"
-    if isinstance(value, str):
-        return "a string"
-    if inspect.isroutine(value):
-        return "a function" if value.__name__ == "<lambda>" else f"a function ({value.__name__})"
-    if type(value) in (tuple, list, dict) and depth < _DEEPEST_NESTING:
-        parts = [
-            described(part, depth + 1) for part in (value.values() if isinstance(value, dict) else value)
-        ]
-        return f"a {type(value).__name__}{_listed(parts)}"
-    name = type(value).__name__
-    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
-
-
-def _listed(parts: list[str]) -> str:
-    if not parts:
-        return ", empty"
-    if len(parts) > 4:
-        parts = [*parts[:3], f"{len(parts) - 3} more"]
-    return f" of {', '.join(parts[:-1])}{' and ' if parts[1:] else ''}{parts[-1]}"
+    if name == "<lambda>":
+        return "a function"
+    known = next((what for kind, what in kinds.items() if isinstance(value, kind)), None)
+    return f"{known} ({name})" if known else f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
 def _is_outcome(result: Any) -> bool:
     """Nothing, numbers, words, tensors, and collections with nothing in them that could still be trained."""
-    if isinstance(result, numbers.Number | str | bytes | PurePath | None) or hasattr(
-        type(result), "__array__"
-    ):
-        return True
-    parts = _parts(result)
-    return parts is not None and not any(map(_to_be_trained, parts))
-
-
-def _to_be_trained(value: Any, depth: int = 0) -> bool:
-    if isinstance(value, (torch.nn.Module, torch.optim.Optimizer, Workload)):
-        return True
-    parts = _parts(value) if depth < _DEEPEST_NESTING else None
-    return is_step(value) if parts is None else any(_to_be_trained(part, depth + 1) for part in parts)
-
-
-def _parts(value: Any) -> Iterator[Any] | None:
-    if isinstance(value, Mapping):
-        return iter(value.values())
-    if isinstance(value, (tuple, list, set, frozenset)):
-        return iter(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return (getattr(value, field.name, None) for field in dataclasses.fields(value))
-    return None
+    leaves = tree_leaves(result)
+    if any(leaf is result for leaf in leaves):
+        return isinstance(result, numbers.Number | str | bytes | PurePath | None) or hasattr(
+            type(result), "__array__"
+        )
+    trainable = (torch.nn.Module, torch.optim.Optimizer, Workload)
+    return not any(isinstance(leaf, trainable) or is_step(leaf) for leaf in leaves)
 
 
 # -------------------------------------------------------------------------- a Trainer of transformers

@@ -906,33 +906,9 @@ class _Cell(NamedTuple):
     packed: tuple[int, int]
 
 
-_LSTM = _Cell(
-    gates=4,
-    persistent_width=(192, 128),
-    persistent_rows=12,
-    inference=(10, 24),
-    persistent_inference=(8, 18),
-    training=(12, 26),
-    packed=(6, 16),
-)
-_GRU = _Cell(
-    gates=3,
-    persistent_width=(192, 128),
-    persistent_rows=14,
-    inference=(5, 14),
-    persistent_inference=(4, 10),
-    training=(6, 14),
-    packed=(3, 10),
-)
-_RNN = _Cell(
-    gates=1,
-    persistent_width=(384, 256),
-    persistent_rows=9,
-    inference=(3, 10),
-    persistent_inference=(4, 10),
-    training=(6, 14),
-    packed=(1, 6),
-)
+_LSTM = _Cell(4, (192, 128), 12, (10, 24), (8, 18), (12, 26), (6, 16))
+_GRU = _Cell(3, (192, 128), 14, (5, 14), (4, 10), (6, 14), (3, 10))
+_RNN = _Cell(1, (384, 256), 9, (3, 10), (4, 10), (6, 14), (1, 6))
 _CELLS = {"lstm": _LSTM, "gru": _GRU, "rnn_tanh": _RNN, "rnn_relu": _RNN}
 _GATE_STEPS = 256  # one direction with standard kernels holds the gates of at most these steps
 
