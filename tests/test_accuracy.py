@@ -17,24 +17,24 @@ pytestmark = pytest.mark.usefixtures("in_process")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of the models' own libraries
-    from benchmarks import RESULTS
     from benchmarks.accuracy.rows import (
+        ACCURACY,
+        Comparison,
         changes,
         compare_rows,
-        measured_files,
+        measured_rows,
         out_of_bounds,
-        read_comparisons,
-        read_measured,
     )
     from benchmarks.accuracy.workloads import ALL
+    from benchmarks.rows import read
 
 CHOSEN = """
     nanogpt-autocast tied-weights lora qwen3-moe bias-attention-bf16 checkpoint-selective save-on-cpu
     custom-function-autocast mlp-batchnorm-adagrad gradscaler-fp16 lstm held-graph-scatter
     held-embedding-bags unet-channels-last batchnorm-convnet
 """.split()
-MEASURED = {row["name"]: row for path in measured_files(RESULTS) for row in read_measured(path)}
-COMMITTED = {row.workload: row for row in read_comparisons(RESULTS / "accuracy.csv")}
+MEASURED = measured_rows()
+COMMITTED = {row.workload: row for row in read(ACCURACY, Comparison)}
 
 
 @pytest.fixture(autouse=True)

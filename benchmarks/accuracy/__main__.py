@@ -2,7 +2,6 @@
 
 python -m benchmarks.accuracy measure [names...]   # on a GPU; one fresh process per workload
 python -m benchmarks.accuracy predict [names...]   # anywhere; --check compares and writes nothing
-python -m benchmarks.accuracy table                # Markdown, for the README
 python -m benchmarks.accuracy oplog NAME --out F   # on a GPU; for the divergence finder
 python -m benchmarks.accuracy diverge NAME F       # anywhere: where the prediction parts from that log
 """
@@ -11,24 +10,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Collection
 from pathlib import Path
 
-from benchmarks import RESULTS
 from benchmarks.accuracy.gpu_runs import measure_all, measure_here, oplog_here
 from benchmarks.accuracy.rows import (
+    ACCURACY,
     Comparison,
     changes,
     compare_rows,
-    measured_files,
+    measured_rows,
     out_of_bounds,
-    read_comparisons,
-    read_measured,
-    table,
-    write_comparisons,
 )
-
-ACCURACY = RESULTS / "accuracy.csv"
+from benchmarks.rows import chosen, read, write
 
 
 def predict(names: list[str], gpu: str, out: Path, check: bool) -> int:
@@ -41,14 +34,11 @@ def predict(names: list[str], gpu: str, out: Path, check: bool) -> int:
     import oomph
     from benchmarks.accuracy.workloads import ALL
 
-    measured = {row["name"]: row for path in measured_files(RESULTS) for row in read_measured(path)}
-    wanted = _known(names or [name for name in ALL if name in measured], ALL)
-    done = {row.workload: row for row in read_comparisons(out)}
+    measured = measured_rows()
+    wanted = chosen(names, [name for name in ALL if name in measured], "measured workload")
+    done = {row.workload: row for row in read(out, Comparison)}
     failed = 0
     for name in wanted:
-        if name not in measured:
-            print(f"{name}: not measured yet", file=sys.stderr)
-            continue
         try:
             prediction = oomph.predict(ALL[name].target, gpu=gpu)
         except Exception as error:  # one workload must not stop the others
@@ -64,7 +54,7 @@ def predict(names: list[str], gpu: str, out: Path, check: bool) -> int:
                 print(f"{name}: {problem}", file=sys.stderr)
         else:
             done[name] = row
-            write_comparisons(out, [done[name] for name in ALL if name in done])
+            write(out, [done[name] for name in ALL if name in done])
     print(f"{len(wanted)} workloads, {failed} failed", file=sys.stderr)
     return 1 if failed else 0
 
@@ -74,13 +64,6 @@ def _line(row: Comparison) -> str:
         f"{row.workload:28s} allocated {row.allocated_error_percent:+7.3f} %   "
         f"reserved {row.reserved_error_percent:+7.3f} %   {row.seconds:5.1f} s"
     )
-
-
-def _known(names: list[str], known: Collection[str]) -> list[str]:
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise SystemExit(f"unknown workload {', '.join(unknown)}; valid: {', '.join(known)}")
-    return names
 
 
 def main() -> int:
@@ -96,7 +79,6 @@ def main() -> int:
 
     one = commands.add_parser("measure-here", help="measure one workload in this process")
     one.add_argument("name")
-    one.add_argument("--out", type=Path, required=True)
     one.add_argument("--lock", type=Path, help="file to lock while the GPU is in use")
     one.add_argument("--limit", type=int, default=120)
 
@@ -111,9 +93,6 @@ def main() -> int:
     predicted.add_argument("--out", type=Path, default=ACCURACY)
     predicted.add_argument("--check", action="store_true", help="compare with the bounds and with --out")
 
-    shown = commands.add_parser("table", help="print the comparison as Markdown")
-    shown.add_argument("--from", dest="source", type=Path, default=ACCURACY)
-
     parted = commands.add_parser("diverge", help="where a prediction parts from an op log")
     parted.add_argument("name")
     parted.add_argument("log", type=Path)
@@ -125,9 +104,6 @@ def main() -> int:
     given = parser.parse_args()
     if given.command == "predict":
         return predict(given.names, given.gpu, given.out, given.check)
-    if given.command == "table":
-        print(table(read_comparisons(given.source)))
-        return 0
 
     from benchmarks.accuracy.workloads import ALL
 
@@ -136,17 +112,16 @@ def main() -> int:
             print(f"{name:28s} {entry.about}")
         return 0
     if given.command == "measure":
-        names = _known(given.names or list(ALL), ALL)
-        return measure_all(names, given.out, RESULTS, given.jobs, given.limit, given.missing)
-    _known([given.name], ALL)
-    entry = ALL[given.name]
+        names = chosen(given.names, ALL, "workload")
+        return measure_all(names, given.out, given.jobs, given.limit, given.missing)
+    entry = ALL[chosen([given.name], ALL, "workload")[0]]
     if given.command == "diverge":
         from benchmarks.accuracy.divergence import divergence_text
 
         print(divergence_text(entry.target, given.log, given.gpu, given.limit))
         return 0
     if given.command == "measure-here":
-        return measure_here(given.name, entry, given.out, given.lock, given.limit)
+        return measure_here(given.name, entry, given.lock, given.limit)
     return oplog_here(entry, given.out, given.steps)
 
 

@@ -4,28 +4,24 @@ python -m benchmarks.accuracy.capped [names...]            # on a GPU; results/c
 python -m benchmarks.accuracy.capped --list | --dry-run    # anywhere: the cases; or their predictions only
 
 A case is a workload of the accuracy benchmark, one with half of its batch, or one with a fix. Every case is
-predicted and then run in a fresh process under torch.cuda.set_per_process_memory_fraction, several at a time.
-One that fails, or that had to release cached memory, runs again without the cap: how much did it want?
+predicted and then run in a fresh process under torch.cuda.set_per_process_memory_fraction; the processes use
+the GPU in turn. One that fails, or that had to release cached memory, runs again without the cap.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import json
-import multiprocessing
-import os
 import sys
-import threading
+import tempfile
 import time
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks import RESULTS
+from benchmarks.rows import error_percent, in_process, send, write
 
 _TOO_SLOW_TO_BUILD = (
     "llama1b-bf16",
@@ -57,9 +53,6 @@ _FIXES = (
     "bf16_parameters",
     "activation_checkpointing + fused_linear_cross_entropy",
 )
-_SECONDS = 180  # that one process may take
-_CONTEXT = 2**30  # bytes that a process takes beside the allocator, at most
-_RECORDED = 4 * 2**20  # bytes above the prediction from which a run's trace is kept
 _HALF = "half batch"
 
 
@@ -130,168 +123,74 @@ def _half(batch: Callable[..., Any]) -> Callable[..., Any]:
 # ---------------------------------------------------------------------------- in a process of its own
 
 
-def predict_here(workload: str, change: str, gpu: str) -> Row:
+def run_here(workload: str, change: str, gpu: str, lock: Path | None, cap: bool) -> dict[str, Any]:
+    """The case's row: predicted, and with `lock`, a file, run on the GPU when it is this process's turn."""
     import torch
 
     import oomph
+    from benchmarks.accuracy.gpu_runs import prepared, take_turn
     from oomph import gpus
-    from oomph.prediction.replay import classes
-
-    torch.set_num_threads(1)
-    found = oomph.predict(target_of(workload, change), gpu=gpu)
-    return Row(
-        workload,
-        change,
-        gpu,
-        torch.__version__,
-        ", ".join(
-            classes(
-                found.allocations,
-                found.interval is not None,
-                found.compile_seconds > 0,
-                gpus.find(gpu),
-                torch.__version__,
-            )
-        ),
-        found.peak.allocated,
-        found.peak.reserved,
-        found.margin,
-        round(100 * found.margin / found.peak.reserved, 3),
-    )
-
-
-def run_here(workload: str, change: str, cap: int | None, history: bool) -> dict[str, Any]:
-    """Three steps on the GPU; `cap`: what the allocator may reserve; `history`: return its trace."""
-    import torch
-
-    from benchmarks.accuracy.gpu_runs import _prepared
     from oomph.measurement.measure import CudaMeter, allocator_set_to, observe
-    from oomph.torch_internals import CUDA_RECORD_MEMORY_HISTORY
+    from oomph.prediction.replay import classes
     from oomph.workload import Workload
 
-    torch.set_num_threads(2)
-    target = _prepared(target_of(workload, change))
+    torch.set_num_threads(1)
+    target = target_of(workload, change)
+    found = oomph.predict(target, gpu=gpu)  # before the GPU is used here: the prediction forks
+    compiled, version = found.compile_seconds > 0, torch.__version__
+    kinds = classes(found.allocations, found.interval is not None, compiled, gpus.find(gpu), version)
+    peak, margin = found.peak, found.margin
+    row = Row(workload, change, gpu, version, ", ".join(kinds), peak.allocated, peak.reserved, margin,
+              round(100 * margin / peak.reserved, 3))  # fmt: skip
+    if lock is None:
+        return asdict(row)
+    target = prepared(target)
+    take_turn(lock)
     device = torch.device("cuda", 0)
     total = torch.cuda.get_device_properties(device).total_memory
-    if cap is not None:
-        torch.cuda.set_per_process_memory_fraction(min(1.0, (cap + 1) / total), device)
-    if history:
-        getattr(*CUDA_RECORD_MEMORY_HISTORY)(context=None, max_entries=10**6)
-    settings = target.allocator if isinstance(target, Workload) else None
-    with allocator_set_to(settings, device):
-        readings = observe(target, device, 3, CudaMeter(device))
-    acts = torch.cuda.memory._snapshot()["device_traces"][0] if history else []
-    return {
-        "gpu": torch.cuda.get_device_name(device),
-        "measured_allocated": max(reading.peak for reading in readings if reading.step),
-        "measured_reserved": max(reading.reserved for reading in readings if reading.step),
-        "retries": torch.cuda.memory_stats(device).get("num_alloc_retries", 0),
-        "history": [(act["action"], act["addr"], act["size"], act["stream"]) for act in acts],
-    }
-
-
-def _child(pipe: Any, case: tuple[str, str], gpu: str, cap: bool, history: bool) -> None:
-    """Send the prediction; run the case when told to."""
-    import torch
-
+    most = peak.reserved + margin + 1 if cap else total
+    torch.cuda.set_per_process_memory_fraction(min(1.0, most / total), device)
     try:
-        row = predict_here(*case, gpu)  # before the GPU is used here: the prediction forks
-        pipe.send(row)
-        if pipe.recv() == "run":
-            pipe.send(run_here(*case, row.predicted_reserved + row.margin if cap else None, history))
+        with allocator_set_to(target.allocator if isinstance(target, Workload) else None, device):
+            readings = observe(target, device, 3, CudaMeter(device))
     except torch.cuda.OutOfMemoryError as error:
-        pipe.send({"oom": str(error).split(". ")[0]})
-    except Exception as error:
-        pipe.send({"error": f"{type(error).__name__}: {error}".replace("\n", " ")[:300]})
-    pipe.close()
-    os._exit(0)  # nothing of torch's needs to be taken down
+        return asdict(replace(row, ran=False, error=str(error).split(". ")[0]))
+    return asdict(
+        replace(
+            row,
+            gpu=torch.cuda.get_device_name(device),
+            ran=True,
+            retries=torch.cuda.memory_stats(device).get("num_alloc_retries", 0),
+            measured_allocated=max(reading.peak for reading in readings if reading.step),
+            measured_reserved=max(reading.reserved for reading in readings if reading.step),
+        )
+    )
 
 
 # ---------------------------------------------------------------------------------------- all of them
 
 
-class _Memory:
-    """Bytes of the GPU that the running processes share."""
-
-    def __init__(self, size: int) -> None:
-        self._free = size
-        self._changed = threading.Condition()
-
-    def take(self, size: int) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._free >= size)
-            self._free -= size
-
-    def give_back(self, size: int) -> None:
-        with self._changed:
-            self._free += size
-            self._changed.notify_all()
-
-
-def run_all(
-    wanted: Sequence[tuple[str, str]], gpu: str, jobs: int, dry: bool, histories: Path | None
-) -> Iterator[Row]:
-    from oomph import gpus
-
-    context = multiprocessing.get_context("spawn")
-    memory = _Memory(gpus.find(gpu).memory - 2 * 2**30)
-    lock = threading.Lock()
-
-    def run(case: tuple[str, str], cap: bool = True, history: bool = False) -> tuple[Row, dict[str, Any]]:
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_child, args=(theirs, case, gpu, cap, history))
-        process.start()
-        theirs.close()
-        row = Row(*case, gpu, "", "", 0, 0, 0, 0.0)
-        try:
-            row = _received(ours)
-            if dry or not isinstance(row, Row):
-                return row, {}
-            size = int(1.1 * row.predicted_reserved) + _CONTEXT
-            memory.take(size)
-            try:
-                ours.send("run")
-                return row, _received(ours)
-            finally:
-                memory.give_back(size)
-        except (EOFError, TimeoutError) as error:
-            return row, {"error": repr(error)}
-        finally:
-            process.kill()
-            process.join()
+def run_all(wanted: Sequence[tuple[str, str]], gpu: str, jobs: int, dry: bool) -> Iterator[Row]:
+    def run(case: tuple[str, str], *words: str) -> Row:
+        found = in_process("benchmarks.accuracy.capped", "--one", *case, "--gpu", gpu, *words, seconds=3600)
+        return Row(**found)
 
     def one(case: tuple[str, str]) -> Row:
-        row, measured = run(case)
-        if not isinstance(row, Row):
-            return Row(*case, gpu, "", "", 0, 0, 0, 0.0, error=row["error"])
-        if dry or "error" in measured:
-            return replace(row, error=measured.get("error", ""))
-        row = _measured(replace(row, ran="oom" not in measured, error=measured.get("oom", "")), measured)
-        above = (row.measured_reserved or 0) - row.predicted_reserved
-        if not row.ran or row.retries or (histories and above >= _RECORDED):
-            again = run(case, cap=False, history=histories is not None)[1]
-            if histories is not None and again.get("history"):
-                with lock, zipfile.ZipFile(histories, "a", zipfile.ZIP_DEFLATED) as file:
-                    file.writestr(f"{row.workload}/{row.change}.json", json.dumps(again["history"]))
-            row = _measured(row, {**again, "retries": row.retries})
-        off = 100 * (row.predicted_reserved / row.measured_reserved - 1) if row.measured_reserved else None
-        return replace(row, reserved_error_percent=None if off is None else round(off, 3))
+        turns = () if dry else ("--lock", f"{folder}/gpu.lock")
+        try:
+            row = run(case, *turns)
+            if row.ran is False or row.retries:  # how much did it want?
+                free = run(case, *turns, "--no-cap")
+                sizes = {"measured_allocated": free.measured_allocated}
+                row = replace(row, measured_reserved=free.measured_reserved, **sizes)
+        except RuntimeError as error:
+            return Row(*case, gpu, "", "", 0, 0, 0, 0.0, error=str(error))
+        off = error_percent(row.predicted_reserved, row.measured_reserved)
+        return replace(row, reserved_error_percent=off)
 
-    with ThreadPoolExecutor(jobs) as pool:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
         for done in as_completed([pool.submit(one, case) for case in wanted]):
             yield done.result()
-
-
-def _received(pipe: Any) -> Any:
-    if not pipe.poll(_SECONDS):
-        raise TimeoutError(f"took more than {_SECONDS} s")
-    return pipe.recv()
-
-
-def _measured(row: Row, found: dict[str, Any]) -> Row:
-    return replace(
-        row, **{key: value for key, value in found.items() if hasattr(row, key) and key != "error"}
-    )
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -316,14 +215,15 @@ def main() -> int:
     parser.add_argument("--gpu", default="h200", help="the catalogue's name of this machine's GPU")
     parser.add_argument("--jobs", type=int, default=8, help="processes at a time")
     parser.add_argument("--out", type=Path)
-    parser.add_argument(
-        "--history",
-        type=Path,
-        help="ZIP file for the allocator's traces of runs that needed more than predicted",
-    )
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--dry-run", action="store_true", help="predict and run nothing")
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--lock", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--no-cap", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.one:
+        send(run_here(*given.one, given.gpu, given.lock, not given.no_cap))
+        return 0
     wanted = [case for case in cases() if not given.names or case[0] in given.names]
     if given.list:
         print("\n".join(f"{name:28} {change}".rstrip() for name, change in wanted))
@@ -331,23 +231,19 @@ def main() -> int:
     began = time.perf_counter()
     out = given.out or RESULTS / f"capped_{given.gpu}.csv"
     rows: list[Row] = []
-    with out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
-        writer.writeheader()
-        for row in run_all(wanted, given.gpu, given.jobs, given.dry_run, given.history):
-            rows.append(row)
-            if row.error and row.ran is None:
-                print(f"{row.workload} {row.change}: {row.error}", flush=True)
-                continue
-            writer.writerow(asdict(row))
-            file.flush()
-            off = "" if row.reserved_error_percent is None else f"{row.reserved_error_percent:+.2f} %"
-            state = {True: "ran", False: "FAILED", None: ""}[row.ran]
-            print(
-                f"{row.workload} {row.change}: {row.predicted_reserved >> 20} MiB, margin "
-                f"{row.margin_percent:.2f} %, {state} {off} {row.retries or ''}",
-                flush=True,
-            )
+    for row in run_all(wanted, given.gpu, given.jobs, given.dry_run):
+        rows.append(row)
+        if row.error and row.ran is None:
+            print(f"{row.workload} {row.change}: {row.error}", flush=True)
+            continue
+        write(out, [row for row in rows if row.ran is not None or not row.error])
+        off = "" if row.reserved_error_percent is None else f"{row.reserved_error_percent:+.2f} %"
+        state = {True: "ran", False: "FAILED", None: ""}[row.ran]
+        print(
+            f"{row.workload} {row.change}: {row.predicted_reserved >> 20} MiB, margin "
+            f"{row.margin_percent:.2f} %, {state} {off} {row.retries or ''}",
+            flush=True,
+        )
     print(f"{summary(rows)}; {time.perf_counter() - began:.0f} s")
     return 0 if all(row.ran is not False for row in rows) else 1
 

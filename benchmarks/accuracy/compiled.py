@@ -12,18 +12,14 @@ allocates memory of its own; the measured peak is that of the later steps, and t
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
-import json
-import os
-import statistics
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 from benchmarks import RESULTS
+from benchmarks.rows import error_percent, in_process, send, stored, summary, write
 
 _CASES = """
     nanogpt-autocast nanogpt-autocast:blocks nanogpt-autocast:reduce-overhead nanogpt-autocast:budget
@@ -34,7 +30,7 @@ _CASES = """
     checkpoint-selective:blocks
 """.split()
 _BUDGET = 0.5
-_PREDICT_S, _MEASURE_S = 420, 420
+_SECONDS = 420  # that one process may take
 
 
 def workload_of(case: str) -> Any:
@@ -110,18 +106,8 @@ def _run_one(case: str, measures: bool) -> dict[str, Any]:
 
 
 def _in_fresh_process(case: str, measures: bool) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.accuracy.compiled", "--one", case]
-    environment = dict(os.environ)
-    if measures:
-        command.append("--measure")
-    else:
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    limit = _MEASURE_S if measures else _PREDICT_S
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=limit)
-    if done.returncode:
-        raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "no output")
-    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return row
+    words, variables = ("--measure",) if measures else (), {} if measures else {"CUDA_VISIBLE_DEVICES": ""}
+    return in_process("benchmarks.accuracy.compiled", "--one", case, *words, seconds=_SECONDS, **variables)
 
 
 _COLUMNS = (
@@ -132,15 +118,11 @@ _COLUMNS = (
 
 
 def _write(out: Path, rows: dict[str, dict[str, Any]]) -> None:
-    with out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, _COLUMNS, extrasaction="ignore", lineterminator="\n")
-        writer.writeheader()
-        for case, row in rows.items():
-            for kind in ("allocated", "reserved"):
-                measured, predicted = row.get(f"measured_{kind}"), row.get(f"predicted_{kind}")
-                if measured and predicted:
-                    row[f"{kind}_error_percent"] = round(100 * (int(predicted) / int(measured) - 1), 2)
-            writer.writerow({"case": case, **row})
+    for row in rows.values():
+        for kind in ("allocated", "reserved"):
+            sizes = (row.get(f"{side}_{kind}") for side in ("predicted", "measured"))
+            row[f"{kind}_error_percent"] = error_percent(*(int(size) if size else None for size in sizes), 2)
+    write(out, [{"case": case, **row} for case, row in rows.items()], _COLUMNS)
 
 
 def main() -> int:
@@ -157,16 +139,13 @@ def main() -> int:
         print("\n".join(_CASES))
         return 0
     if options.one:
-        print(json.dumps(_run_one(options.one, options.measure)))
+        send(_run_one(options.one, options.measure))
         return 0
     unknown = [case for case in options.cases if case.partition(":")[0] not in " ".join(_CASES)]
     if unknown:
         print(f"no case {unknown[0]!r}; --list prints them", file=sys.stderr)
         return 2
-    rows: dict[str, dict[str, Any]] = {}
-    if options.out.exists():
-        with options.out.open(newline="") as file:
-            rows = {row.pop("case"): row for row in csv.DictReader(file)}
+    rows: dict[str, dict[str, Any]] = {row.pop("case"): dict(row) for row in stored(options.out)}
     cases, failed = options.cases or _CASES, 0
     kinds = (False,) if options.predict else (True, False)
     with ThreadPoolExecutor(options.jobs) as pool:
@@ -182,10 +161,7 @@ def main() -> int:
                 continue
             _write(options.out, rows)
             print(case, *(f"{key}={value}" for key, value in rows[case].items() if value), flush=True)
-    found = (row.get("allocated_error_percent") for row in rows.values())
-    errors = [abs(float(error)) for error in found if error not in (None, "")]
-    if errors:
-        print(f"{len(errors)} cases: median {statistics.median(errors):.2f} %, worst {max(errors):.2f} %")
+    print(f"{len(rows)} cases: {summary(list(rows.values()), 'allocated')}")
     return 1 if failed else 0
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
-import json
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from benchmarks.accuracy.rows import measured_files, read_measured, short_name, write_measured
+from benchmarks import RESULTS
+from benchmarks.accuracy.rows import measured_rows
+from benchmarks.rows import in_process, need_gpu, read_json, send, short_name, store_json
 
 if TYPE_CHECKING:
     from benchmarks.accuracy.workloads import Entry
@@ -23,24 +23,20 @@ _PREPARATION_S = 300  # to import and to build a model on the host
 _CONTEXT_AT_MOST = 2 * 2**30  # more than any CUDA context takes before the first kernel
 
 
-def measure_all(
-    names: list[str], out: Path | None, results: Path, jobs: int, limit: int, missing: bool
-) -> int:
+def measure_all(names: list[str], out: Path | None, jobs: int, limit: int, missing: bool) -> int:
     """One fresh process per workload. They build their models side by side and use the GPU in turn.
 
     Rows are written as they come, so that an interrupted run keeps what it has.
     """
-    import torch
-
-    if not torch.cuda.is_available():
-        print("error: measuring needs a CUDA GPU and torch sees none", file=sys.stderr)
-        return 2
-    stored = [*measured_files(results), *([out] if out is not None else [])]
-    known = {row["name"] for path in stored if path.exists() for row in read_measured(path)}
+    need_gpu()
+    known = {*measured_rows(), *(row["name"] for row in (read_json(out) if out is not None else ()))}
     wanted = [name for name in names if not (missing and name in known)]
     failed: list[str] = []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max(1, jobs)) as pool:
-        waiting = {pool.submit(_in_fresh_process, name, Path(folder), limit): name for name in wanted}
+        # The process limits its own time on the GPU; the hour covers all the waiting before it.
+        options = ("--lock", f"{folder}/gpu.lock", "--limit", str(limit))
+        one = partial(in_process, "benchmarks.accuracy", "measure-here", seconds=3600)
+        waiting = {pool.submit(one, name, *options): name for name in wanted}
         for future in as_completed(waiting):
             name = waiting[future]
             try:
@@ -49,8 +45,8 @@ def measure_all(
                 failed.append(name)
                 print(f"{name}: FAILED {error}", flush=True)
                 continue
-            out = out or results / file_name(row)
-            _store(out, row)
+            out = out or RESULTS / file_name(row)
+            store_json(out, row, "name")
             print(
                 f"{name}: allocated {row['peak']['allocated'] / 2**30:.3f} GiB, reserved "
                 f"{row['peak']['reserved'] / 2**30:.3f} GiB, {row['seconds_per_step']:.3f} s a step",
@@ -66,37 +62,18 @@ def file_name(row: dict[str, Any]) -> str:
     return f"measured_{short_name(row['gpu'])}_torch{major}.{minor}.json"
 
 
-def _store(path: Path, row: dict[str, Any]) -> None:
-    """Put the row into the file, in place of an older one of its name."""
-    rows = {old["name"]: old for old in read_measured(path)} if path.exists() else {}
-    rows[row["name"]] = row
-    write_measured(path, list(rows.values()))
-
-
-def _in_fresh_process(name: str, folder: Path, limit: int) -> dict[str, Any]:
-    out = folder / f"{name}.json"
-    command = [sys.executable, "-m", "benchmarks.accuracy", "measure-here", name, "--out", str(out)]
-    command += ["--lock", str(folder / "gpu.lock"), "--limit", str(limit)]
-    # The process limits its own time on the GPU; this bound covers all the waiting before it.
-    done = subprocess.run(command, capture_output=True, text=True, timeout=3600, check=False)
-    if not out.exists():
-        last = [line for line in done.stderr.strip().splitlines() if line.strip()][-3:]
-        reason = f"took more than {limit} s" if done.returncode == -signal.SIGALRM else " | ".join(last)
-        raise RuntimeError(f"exit status {done.returncode}: {reason}")
-    return json.loads(out.read_text())
-
-
-def measure_here(name: str, entry: Entry, out: Path, lock: Path | None, limit: int) -> int:
-    """Measure one workload in this process and write its row to `out`."""
+def measure_here(name: str, entry: Entry, lock: Path | None, limit: int) -> int:
+    """Measure one workload in this process and send its row."""
     import torch
+    import transformers
 
     from oomph.measurement.measure import CudaMeter, cuda_device, empty_caches, observe, summarise
 
     signal.alarm(_PREPARATION_S)
-    target = _prepared(entry.target)
+    target = prepared(entry.target)
     signal.alarm(0)
     if lock is not None:
-        _take_turn(lock)
+        take_turn(lock)
     signal.alarm(limit)  # ends the process, and with it its hold on the GPU
     device = cuda_device("cuda")
     empty_caches()
@@ -109,13 +86,8 @@ def measure_here(name: str, entry: Entry, out: Path, lock: Path | None, limit: i
         "name": name,
         "gpu": measured.gpu_title,
         "torch": measured.torch,
-        "transformers": _transformers_version(),
-        "peak": {
-            "allocated": measured.peak.allocated,
-            "reserved": measured.peak.reserved,
-            "device": measured.peak.device,
-            "step": measured.peak.step,
-        },
+        "transformers": transformers.__version__,
+        "peak": {key: getattr(measured.peak, key) for key in ("allocated", "reserved", "device", "step")},
         "before": measured.before,
         "seconds_per_step": measured.seconds_per_step,
         "segments": stats.get("segment.all.peak", 0),
@@ -124,7 +96,7 @@ def measure_here(name: str, entry: Entry, out: Path, lock: Path | None, limit: i
         "steps": [dataclasses.asdict(step) for step in measured.steps],
         "readings": [reading._asdict() for reading in readings],
     }
-    out.write_text(json.dumps(row))
+    send(row)
     return 0
 
 
@@ -134,7 +106,7 @@ def oplog_here(entry: Entry, out: Path, steps: int) -> int:
     from oomph.measurement.measure import CudaMeter, Moment, cuda_device, empty_caches, observe
     from oomph.measurement.oplog import record_ops
 
-    target = _prepared(entry.target)
+    target = prepared(entry.target)
     device = cuda_device("cuda")
     empty_caches()
     started = time.perf_counter()
@@ -150,7 +122,7 @@ def oplog_here(entry: Entry, out: Path, steps: int) -> int:
     return 0
 
 
-def _prepared(target: Any) -> Any:
+def prepared(target: Any) -> Any:
     """The target with its model built already, on the host: that part needs no turn on the GPU."""
     import torch
 
@@ -166,7 +138,7 @@ def _prepared(target: Any) -> Any:
 _held: list[IO[str]] = []
 
 
-def _take_turn(lock: Path) -> None:
+def take_turn(lock: Path) -> None:
     """Wait until no other process measures: the device's used memory is everybody's.
 
     The lock is kept until the process ends, since its memory on the GPU goes only then.
@@ -182,9 +154,3 @@ def _settled(meter: Any, patience_s: float = 5.0) -> int:
     while (used := meter.device_used()) > _CONTEXT_AT_MOST and time.monotonic() < until:
         time.sleep(0.1)
     return used
-
-
-def _transformers_version() -> str:
-    import transformers
-
-    return transformers.__version__

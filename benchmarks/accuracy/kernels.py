@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks import RESULTS
+from benchmarks.rows import stored
 
 Step = Callable[[], Any]
 f32, bf16, f16 = torch.float32, torch.bfloat16, torch.float16
@@ -583,7 +584,7 @@ def convolution_calls(case: dict[str, Any], device: str) -> list[tuple[Any, tupl
 
 def largest_workspaces(count: int) -> list[dict[str, Any]]:
     """Of the measured convolutions, those whose passes take the most."""
-    rows = list(csv.DictReader((RESULTS / "convolutions_h200.csv").open()))
+    rows = stored(RESULTS / "convolutions_h200.csv")
     rows.sort(key=lambda row: min(int(row[name]) for name in PASSES), reverse=True)
     return [{name: row[name] for name in COLUMNS} for row in rows[:count]]
 
@@ -628,7 +629,7 @@ def compare_convolutions(measured: Path) -> None:
 
     gpu = gpus.find("h200")
     errors: dict[str, list[tuple[bool, int, int]]] = {name: [] for name in PASSES}
-    for row in csv.DictReader(measured.open()):
+    for row in stored(measured):
         with FakeTensorMode():
             calls = convolution_calls(row, "cpu")
         gradient, x = calls[1][1][:2]

@@ -9,14 +9,14 @@ its limit the allocator releases cached segments. That is what the capped runs (
 
 from __future__ import annotations
 
-import csv
 import math
 import statistics
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 
 from benchmarks import RESULTS
-from benchmarks.accuracy.rows import read_comparisons
+from benchmarks.accuracy.rows import ACCURACY, Comparison
+from benchmarks.rows import read, stored, write
 from oomph.prediction.replay import MARGINS
 
 
@@ -37,7 +37,7 @@ class ClassOfPrograms:
 
 def residuals() -> Iterator[tuple[str, float]]:
     """(class, residual in percent) of every measured row."""
-    for row in read_comparisons(RESULTS / "accuracy.csv"):
+    for row in read(ACCURACY, Comparison):
         name = "convolutions" if row.convolutions else "plain"
         yield name, 100 * (row.measured_reserved / row.predicted_reserved - 1)
     for name, case in capped():
@@ -48,9 +48,8 @@ def residuals() -> Iterator[tuple[str, float]]:
 def capped() -> Iterator[tuple[str, dict[str, str]]]:
     """The rows of capped.py, each with the class that decides its margin."""
     for path in sorted(RESULTS.glob("capped_*.csv")):
-        with path.open(newline="") as file:
-            for case in csv.DictReader(file):
-                yield max(case["classes"].split(", "), key=MARGINS.__getitem__), case
+        for case in stored(path):
+            yield max(case["classes"].split(", "), key=MARGINS.__getitem__), case
 
 
 def derived() -> list[ClassOfPrograms]:
@@ -79,10 +78,7 @@ def derived() -> list[ClassOfPrograms]:
 
 def main() -> None:
     rows = derived()
-    with (RESULTS / "margins.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(ClassOfPrograms)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
+    write(RESULTS / "margins.csv", rows)
     for row in rows:
         print(row)
 

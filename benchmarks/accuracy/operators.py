@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import gc
 import io
 import itertools
@@ -21,11 +20,12 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
+
+from benchmarks.rows import error_percent, errors_of, median, stored, write
 
 COLUMNS = ("op", "sample", "dtype", "size", "inputs", "measured", "predicted", "error_percent")
 # In place of the database's sizes 3, 5, 10 and 20: for inputs of many dimensions, and for those of few.
@@ -116,7 +116,7 @@ def predict_row(row: dict[str, Any]) -> list[dict[str, Any]]:
     op = database(row["size"])[row["op"]]
     found = oomph.predict(target(op, int(row["sample"]), DTYPES[row["dtype"]]), gpu="h200")
     predicted = found.steps[-1].allocated
-    error = round(100 * (predicted / float(row["measured"]) - 1), 3)
+    error = error_percent(predicted, float(row["measured"]))
     return [row | {"predicted": predicted, "error_percent": error}]
 
 
@@ -155,6 +155,10 @@ def each(function: Function, work: list[Any]) -> Iterator[dict[str, Any]]:
         process.join()
 
 
+def write_sorted(path: Path, rows: list[dict[str, Any]]) -> None:
+    write(path, sorted(rows, key=lambda row: [str(row[name]) for name in COLUMNS[:4]]), COLUMNS)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=("measure", "predict"))
@@ -168,33 +172,26 @@ def main() -> None:
         function, work = measure_op, list(itertools.product(database("small"), DTYPES, SIZES))
         kept = []
     else:
-        function, stored = predict_row, list(csv.DictReader(given.file.open()))
-        work = [row for row in stored if not given.names or row["op"] in given.names]
-        kept = [row for row in stored if row not in work]
+        function, known = predict_row, stored(given.file)
+        work = [row for row in known if not given.names or row["op"] in given.names]
+        kept = [row for row in known if row not in work]
     rows: list[dict[str, Any]] = []
 
     def collect(first: int) -> None:
         for row in each(function, work[first :: given.jobs]):
             rows.append(row)
             if given.what == "measure" and len(rows) % 100 == 0:
-                write(given.file, rows)  # an interrupted run keeps what it has
+                write_sorted(given.file, rows)  # an interrupted run keeps what it has
 
     with ThreadPoolExecutor(given.jobs) as pool:
         list(pool.map(collect, range(given.jobs)))
-    write(given.file, kept + rows)
-    errors = [abs(row["error_percent"]) for row in rows if "error_percent" in row]
+    write_sorted(given.file, kept + rows)
+    errors = [abs(error) for error in errors_of(rows, "error_percent")]
     if errors:
         exact, close = (sum(error <= bound for error in errors) for bound in (0.1, 2))
         print(
             f"{len(errors)} samples: median {median(errors):.3f} %, {exact} within 0.1 %, {close} within 2 %"
         )
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    with path.open("w") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(sorted(rows, key=lambda row: [str(row[name]) for name in COLUMNS[:4]]))
 
 
 if __name__ == "__main__":

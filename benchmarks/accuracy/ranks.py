@@ -12,22 +12,17 @@ Every run is a process of its own; measurements run one after the other.
 from __future__ import annotations
 
 import argparse
-import csv
-import json
 import os
-import statistics
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import ROOT
+from benchmarks.rows import error_percent, in_process, send, summary, write
 
 _SECONDS = 240  # that one process may take
-_RESULT = "oomph-benchmark-result "
 
 
 @dataclass(frozen=True)
@@ -179,51 +174,28 @@ def one(name: str, action: str, gpu: str) -> None:
             "measured_allocated": measured.peak.allocated,
             "measured_reserved": measured.peak.reserved,
         }
-    os.write(1, f"\n{_RESULT}{json.dumps(found)}\n".encode())
+    send(found)
     os._exit(0)  # NCCL's threads may take their time
 
 
 # ------------------------------------------------------------------------------------- all of them
 
 
-def in_process(row: Row, action: str, gpu: str) -> Row:
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "benchmarks.accuracy.ranks", "--one", row.run, "--action", action]
+def run_in_process(row: Row, action: str, gpu: str) -> Row:
+    words = ("--one", row.run, "--action", action, "--gpu", gpu)
     try:
-        done = subprocess.run(
-            [*command, "--gpu", gpu],
-            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-        )
-    except subprocess.TimeoutExpired:
-        return replace(row, error=f"{action}: more than {_SECONDS} s")
-    lines = [line for line in done.stdout.splitlines() if line.startswith(_RESULT)]
-    if not lines:
-        last = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
-        return replace(row, error=f"{action}: {last[-1]}"[:300])
-    return replace(row, **json.loads(lines[-1].removeprefix(_RESULT)))
+        found = in_process("benchmarks.accuracy.ranks", *words, seconds=_SECONDS, OMP_NUM_THREADS="1")
+    except RuntimeError as error:
+        return replace(row, error=f"{action}: {error}"[:300])
+    return replace(row, **found)
 
 
 def with_errors(row: Row) -> Row:
-    def error(predicted: int | None, measured: int | None) -> float | None:
-        return None if not predicted or not measured else round(100 * (predicted / measured - 1), 3)
-
     return replace(
         row,
-        allocated_error_percent=error(row.predicted_allocated, row.measured_allocated),
-        reserved_error_percent=error(row.predicted_reserved, row.measured_reserved),
+        allocated_error_percent=error_percent(row.predicted_allocated, row.measured_allocated),
+        reserved_error_percent=error_percent(row.predicted_reserved, row.measured_reserved),
     )
-
-
-def write(out: Path | None, rows: list[Row]) -> None:
-    if out is None:
-        return
-    with out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(map(asdict, rows))
 
 
 def main() -> int:
@@ -245,21 +217,18 @@ def main() -> int:
     rows = {name: Row(name, given.gpu) for name in names}
     began = time.perf_counter()
     with ThreadPoolExecutor(given.jobs) as pool:
-        predicted = pool.map(lambda row: in_process(row, "predict", given.gpu), list(rows.values()))
+        predicted = pool.map(lambda row: run_in_process(row, "predict", given.gpu), list(rows.values()))
         for name, row in zip(names, predicted, strict=True):
-            rows[name] = with_errors(in_process(row, "measure", given.gpu) if measures else row)
-            write(given.out, list(rows.values()))
+            rows[name] = with_errors(run_in_process(row, "measure", given.gpu) if measures else row)
+            if given.out is not None:
+                write(given.out, rows.values())
             shown = rows[name]
             print(
                 f"{name}: {shown.error or shown.allocated_error_percent or shown.predicted_allocated}",
                 flush=True,
             )
-    errors = [
-        abs(row.allocated_error_percent) for row in rows.values() if row.allocated_error_percent is not None
-    ]
-    if errors:
-        print(f"allocated: median {statistics.median(errors):.3f} %, worst {max(errors):.3f} %")
-    print(f"{time.perf_counter() - began:.0f} s; {given.out}")
+    found = summary(list(rows.values()), "allocated", digits=3)
+    print(f"{found}; {time.perf_counter() - began:.0f} s; {given.out}")
     return 0
 
 

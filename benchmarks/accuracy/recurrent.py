@@ -7,7 +7,6 @@ python -m benchmarks.accuracy.recurrent compare [FILE.csv]                      
 from __future__ import annotations
 
 import argparse
-import csv
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 
 from benchmarks import RESULTS
+from benchmarks.rows import stored, write
 from oomph.prediction.cuda.workspaces import RecurrentCall, workspace_bytes
 
 ROWS = RESULTS / "recurrent_h200.csv"
@@ -115,12 +115,11 @@ def predicted(row: dict[str, Any], backward: bool) -> int:
 
 def compare(path: Path) -> None:
     errors: dict[str, list[float]] = {"plain": [], "packed or projected": []}
-    with path.open() as file:
-        for row in csv.DictReader(file):
-            kind = "packed or projected" if int(row["packed"]) or int(row["projection"]) else "plain"
-            for backward, measured in enumerate((int(row["forward"]), int(row["backward"]))):
-                if measured:
-                    errors[kind].append(abs(predicted(row, bool(backward)) / measured - 1))
+    for row in stored(path):
+        kind = "packed or projected" if int(row["packed"]) or int(row["projection"]) else "plain"
+        for backward, measured in enumerate((int(row["forward"]), int(row["backward"]))):
+            if measured:
+                errors[kind].append(abs(predicted(row, bool(backward)) / measured - 1))
     for kind, found in errors.items():
         close = ", ".join(f"{sum(e <= bar for e in found)} within {bar:.1%}" for bar in (0.001, 0.01))
         print(f"{kind}: {len(found)} passes, {close}, worst {max(found):.1%}")
@@ -139,10 +138,7 @@ def main() -> None:
         compare(given.rows)
         return
     rows = list(measure(given.seconds, given.seed))
-    with given.out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    write(given.out, rows)
 
 
 if __name__ == "__main__":

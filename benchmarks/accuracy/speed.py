@@ -9,16 +9,14 @@ karpathy/nanoGPT, with its data/openwebtext/train.bin and val.bin; its train.py 
 
 from __future__ import annotations
 
-import csv
 import os
 import resource
-import subprocess
 import sys
 from functools import partial
 from typing import Any
 
 from benchmarks import RESULTS
-from benchmarks.tables import stored
+from benchmarks.rows import in_process, send, stored, write
 
 OUT = RESULTS / "speed.csv"
 FIELDS = ("case", "cores", "seconds", "bar_seconds", "host_gib", "events", "predicted_peak_gib")
@@ -30,7 +28,7 @@ QWEN3 |= {"num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True
 MAMBA = {"hidden_size": 768, "num_hidden_layers": 24, "vocab_size": 50280}
 
 
-def _transformer(
+def transformer(
     name: str, batch: int, length: int, accumulate: int = 1, dtype: str | None = "bfloat16", **sizes: int
 ) -> Any:
     import transformers
@@ -46,7 +44,7 @@ def _transformer(
     return Workload(model, ids, dtype=dtype, accumulate=accumulate)
 
 
-def _config(path: str, *overrides: str) -> Any:
+def of_config(path: str, *overrides: str) -> Any:
     from oomph.training.config import load
     from oomph.training.step import predicted_workload
 
@@ -62,17 +60,17 @@ def _nanogpt() -> Any:
 
 # What is predicted, and the seconds that it may take.
 CASES: dict[str, tuple[partial[Any], float]] = {
-    "gpt2": (partial(_transformer, "GPT2", 8, 1024, dtype=None), 2),
-    "llama-1b": (partial(_transformer, "Llama", 2, 2048, **LLAMA_1B), 3),
-    "llama-8b": (partial(_transformer, "Llama", 1, 4096, **LLAMA_8B), 4),
+    "gpt2": (partial(transformer, "GPT2", 8, 1024, dtype=None), 2),
+    "llama-1b": (partial(transformer, "Llama", 2, 2048, **LLAMA_1B), 3),
+    "llama-8b": (partial(transformer, "Llama", 1, 4096, **LLAMA_8B), 4),
     "longctx-4b-nsa-131072": (
-        partial(_config, "configs/longctx_4b.yaml", "model.attention=nsa", "data.context_length=131072"),
+        partial(of_config, "configs/longctx_4b.yaml", "model.attention=nsa", "data.context_length=131072"),
         20,
     ),
     # The bar was set when 28 s were needed: those of 2 x 16 tokens with the code of that day.
-    "mamba-130m": (partial(_transformer, "Mamba", 2, 32, **MAMBA), 8),
-    "qwen3-0.6b": (partial(_transformer, "Qwen3", 2, 2048, **QWEN3), 0),
-    "qwen3-0.6b-4-batches": (partial(_transformer, "Qwen3", 2, 2048, accumulate=4, **QWEN3), 0),
+    "mamba-130m": (partial(transformer, "Mamba", 2, 32, **MAMBA), 8),
+    "qwen3-0.6b": (partial(transformer, "Qwen3", 2, 2048, **QWEN3), 0),
+    "qwen3-0.6b-4-batches": (partial(transformer, "Qwen3", 2, 2048, accumulate=4, **QWEN3), 0),
     "nanogpt": (partial(_nanogpt), 60),
 }
 MOST_FOR_FOUR_BATCHES = 1.3  # times one batch
@@ -93,31 +91,20 @@ def predict_case(name: str) -> None:
     prediction = oomph.predict(target, gpu="h200")
     seconds = cpu_seconds() - before
     most = (resource.getrusage(of).ru_maxrss for of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    sys.stderr.flush()
-    print(f"\n{seconds:.2f} {max(most) * 1024} {len(prediction.events)} {prediction.peak.allocated}")
+    send([f"{seconds:.2f}", max(most) * 1024, len(prediction.events), prediction.peak.allocated])
 
 
 def main() -> None:
     rows = {row["case"]: row for row in stored(OUT)}
     for name in sys.argv[1:] or [name for name in CASES if name != "nanogpt" or "NANOGPT" in os.environ]:
-        out = subprocess.run(
-            [sys.executable, "-m", "benchmarks.accuracy.speed"],
-            env={**os.environ, "SPEED_CASE": name},
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        )
-        seconds, host, events, peak = out.stdout.splitlines()[-1].split()
+        seconds, host, events, peak = in_process("benchmarks.accuracy.speed", SPEED_CASE=name)
         bar = CASES[name][1]
         if name == "qwen3-0.6b-4-batches":
             bar = MOST_FOR_FOUR_BATCHES * float(rows["qwen3-0.6b"]["seconds"])
-        found = (name, os.cpu_count(), seconds, f"{bar:.1f}" if bar else "", f"{int(host) / 2**30:.2f}")
-        rows[name] = dict(zip(FIELDS, (*found, events, f"{int(peak) / 2**30:.2f}"), strict=True))
+        found = (name, os.cpu_count(), seconds, f"{bar:.1f}" if bar else "", f"{host / 2**30:.2f}")
+        rows[name] = dict(zip(FIELDS, (*found, events, f"{peak / 2**30:.2f}"), strict=True))
         print(" ".join(map(str, rows[name].values())), flush=True)
-    with OUT.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows[name] for name in CASES if name in rows)
+    write(OUT, [rows[name] for name in CASES if name in rows], FIELDS)
 
 
 if __name__ == "__main__":

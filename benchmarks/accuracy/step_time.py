@@ -1,7 +1,7 @@
 """Predicted against measured seconds: of whole training steps, and of single ops forward and backward.
 
 python -m benchmarks.accuracy.step_time [names...]    # predicts, prints rows, updates results/step_time.csv
-python -m benchmarks.accuracy.step_time --table       # the stored rows in Markdown, with their medians
+python -m benchmarks.accuracy.step_time --stored      # the medians of the stored rows
 
 Measured rows are those of the accuracy benchmark (measured_*.json) and of the op benchmark (ops_h200.csv),
 on one H200. A step's time is the faster of the second and third step of a fresh process: rough, and with a
@@ -13,16 +13,15 @@ only the GPU's seconds are compared.
 from __future__ import annotations
 
 import argparse
-import csv
 import math
-import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks import RESULTS
-from benchmarks.accuracy.rows import measured_files, read_measured
+from benchmarks.accuracy.rows import measured_rows
+from benchmarks.rows import median, read, stored, write
 
 OUT = RESULTS / "step_time.csv"
 GPU = "h200"
@@ -56,20 +55,18 @@ class StepTime:
 def measured_steps() -> list[tuple[str, float]]:
     """(workload, seconds of the faster of the steps after the first), in the order of the file."""
     found = []
-    for path in measured_files(RESULTS):
-        for row in read_measured(path):
-            ends = [one["seconds"] for one in row["readings"] if one["moment"] == "end" and one["step"] > 1]
-            found.append((row["name"], min(ends) if ends else row["seconds_per_step"]))
+    for name, row in measured_rows().items():
+        ends = [one["seconds"] for one in row["readings"] if one["moment"] == "end" and one["step"] > 1]
+        found.append((name, min(ends) if ends else row["seconds_per_step"]))
     return found
 
 
 def measured_ops() -> dict[tuple[str, str, str], float]:
-    with (RESULTS / "ops_h200.csv").open(newline="", encoding="utf-8") as file:
-        return {
-            (row["op"], row["shape"], row["contender"]): float(row["median_ms"]) / 1e3
-            for row in csv.DictReader(file)
-            if row["median_ms"]
-        }
+    return {
+        (row["op"], row["shape"], row["contender"]): float(row["median_ms"]) / 1e3
+        for row in stored(RESULTS / "ops_h200.csv")
+        if row["median_ms"]
+    }
 
 
 def step_rows(names: Sequence[str]) -> Iterator[StepTime]:
@@ -90,11 +87,9 @@ def step_rows(names: Sequence[str]) -> Iterator[StepTime]:
 
 def op_rows(names: Sequence[str]) -> Iterator[StepTime]:
     """Ours, and what plain torch does; other libraries' kernels cannot be traced."""
-    import torch
-
     import oomph
     from benchmarks.ops.__main__ import CASES
-    from benchmarks.ops.runs import leaves, step_of
+    from benchmarks.ops.runs import target_of
 
     measured = measured_ops()
     wanted = [
@@ -114,18 +109,7 @@ def op_rows(names: Sequence[str]) -> Iterator[StepTime]:
         if not _wanted(name, names):
             continue
 
-        def target(case: Any = case, contender: Any = contender) -> Any:
-            inputs = case.make(torch.device("cuda"))
-            step = step_of(contender, inputs)
-
-            def cleared() -> None:
-                step()
-                for leaf in leaves(inputs):
-                    leaf.grad = None
-
-            return cleared
-
-        work = oomph.predict(target, gpu=GPU).work
+        work = oomph.predict(target_of(case, contender), gpu=GPU).work
         yield row_of(name, fitted, measured[key], work.gpu_seconds, work)
 
 
@@ -158,52 +142,36 @@ def row_of(name: str, fitted: bool, measured: float, predicted: float, work: Any
     )
 
 
-def write(rows: Sequence[StepTime]) -> None:
-    with OUT.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(StepTime)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
-
-
-def read() -> list[StepTime]:
-    make = {"str": str, "float": float, "int": int}
-    with OUT.open(newline="", encoding="utf-8") as file:
-        return [
-            StepTime(**{field.name: make[str(field.type)](row[field.name]) for field in fields(StepTime)})
-            for row in csv.DictReader(file)
-        ]
-
-
 def is_op(row: StepTime) -> bool:
     return " / " in row.name
 
 
 def summary(rows: Sequence[StepTime]) -> str:
     """Medians of the errors' sizes, and how many rows are within a quarter."""
+    steps, ops = ([row for row in rows if is_op(row) == wanted] for wanted in (False, True))
+    tested = [row for row in steps if row.used_for == "test"]
+    groups = {
+        "steps, not fitted": tested,
+        "  of these the GPU's": [row for row in tested if row.bound == "gpu"],
+        "  and the host's": [row for row in tested if row.bound == "host"],
+        "steps, fitted": [row for row in steps if row.used_for == "fit"],
+        "ops, not fitted": [row for row in ops if row.used_for == "test"],
+        "ops, fitted": [row for row in ops if row.used_for == "fit"],
+    }
     lines = []
-    for title, group in (
-        ("steps, not fitted", [r for r in rows if r.used_for == "test" and not is_op(r)]),
-        (
-            "  of these the GPU's",
-            [r for r in rows if r.used_for == "test" and not is_op(r) and r.bound == "gpu"],
-        ),
-        (
-            "  and the host's",
-            [r for r in rows if r.used_for == "test" and not is_op(r) and r.bound == "host"],
-        ),
-        ("steps, fitted", [r for r in rows if r.used_for == "fit" and not is_op(r)]),
-        ("ops, not fitted", [r for r in rows if r.used_for == "test" and is_op(r)]),
-        ("ops, fitted", [r for r in rows if r.used_for == "fit" and is_op(r)]),
-    ):
+    for title, group in groups.items():
         if group:
-            sizes = [abs(row.error_percent) for row in group]
-            near = sum(size <= 25 for size in sizes)
-            worst = max(group, key=lambda row: abs(math.log1p(row.error_percent / 100)))
+            furthest = max(group, key=lambda row: abs(math.log1p(row.error_percent / 100)))
             lines.append(
-                f"{title:22s} {len(group):3d} rows: median {statistics.median(sizes):4.1f} %, "
-                f"{near} within 25 %, worst {worst.error_percent:+.0f} % ({worst.name})"
+                f"{title:22s} {len(group):3d} rows: {_sizes([row.error_percent for row in group])}, "
+                f"worst {furthest.error_percent:+.0f} % ({furthest.name})"
             )
     return "\n".join(lines)
+
+
+def _sizes(errors: Sequence[float]) -> str:
+    near = sum(abs(error) <= 25 for error in errors)
+    return f"median {median(errors):4.1f} %, {near} of {len(errors)} within 25 %"
 
 
 # The same step with one thing changed, at one batch: before and after.
@@ -239,35 +207,17 @@ def ratios(rows: Sequence[StepTime]) -> str:
                 f"predicted {predicted:.2f} ({errors[-1]:+.0f} %)"
             )
     if errors:
-        sizes = [abs(error) for error in errors]
-        near = sum(size <= 25 for size in sizes)
-        lines.append(
-            f"ratios: median error {statistics.median(sizes):.1f} %, {near} of {len(sizes)} within 25 %"
-        )
-    return "\n".join(lines)
-
-
-def table(rows: Sequence[StepTime]) -> str:
-    lines = ["| step | measured | predicted | error | bound by |", "|---|---:|---:|---:|---|"]
-    for row in rows:
-        lines.append(
-            f"| {row.name} | {row.measured_ms:.1f} ms | {row.predicted_ms:.1f} ms | "
-            f"{row.error_percent:+.0f} % | {row.bound} |"
-        )
+        lines.append(f"ratios: {_sizes(errors)}")
     return "\n".join(lines)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", help="workloads, or ops (default: all)")
-    parser.add_argument("--table", action="store_true", help="print the stored rows")
+    parser.add_argument("--stored", action="store_true", help="judge the stored rows")
     given = parser.parse_args()
-    if given.table:
-        rows = read()
-        print(f"{table(rows)}\n\n{ratios(rows)}\n\n{summary(rows)}")
-        return 0
     rows = []
-    for make in (step_rows, op_rows):
+    for make in () if given.stored else (step_rows, op_rows):
         for row in make(given.names):
             rows.append(row)
             print(
@@ -275,10 +225,10 @@ def main() -> int:
                 f"{row.error_percent:+6.0f} %  {row.bound}",
                 flush=True,
             )
-    if given.names and OUT.exists():
+    if given.names or given.stored:
         fresh = {row.name: row for row in rows}
-        rows = [fresh.pop(row.name, row) for row in read()] + list(fresh.values())
-    write(rows)
+        rows = [fresh.pop(row.name, row) for row in read(OUT, StepTime)] + list(fresh.values())
+    write(OUT, rows)
     print(ratios(rows))
     print(summary(rows))
     return 0

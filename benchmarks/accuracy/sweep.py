@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import argparse
 import collections
-import csv
 import multiprocessing
 import os
 import resource
-import statistics
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +30,7 @@ import torch
 from benchmarks import RESULTS
 from benchmarks.accuracy import architectures
 from benchmarks.accuracy.architectures import Case, TooLarge, Variant
+from benchmarks.rows import error_percent, errors_of, median, stored, worst, write
 
 TRACED, PROGRAM_FAILS, OUR_FAULT = "traced", "program fails", "our fault"
 _CPU_SECONDS = 40  # of processor time that a run or a prediction may take
@@ -199,24 +198,10 @@ def work(cases: list[Case], rows: Any, verbose: bool, measuring: bool) -> None:
             if how == "failed":
                 row = replace(row, error=f"measurement: {found}")
             else:
-                off = round(100 * ((row.allocated or 0) / found[0] - 1), 3)
+                off = error_percent(row.allocated, found[0])
                 row = replace(row, measured=found[0], error_percent=off, gpu=found[1])
         rows.put(row)
     rows.put(None)
-
-
-def read_rows(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    if not path.exists():
-        return {}
-    with path.open(newline="") as file:
-        return {(row["library"], row["name"]): row for row in csv.DictReader(file)}
-
-
-def write_rows(path: Path, rows: dict[tuple[str, str], dict[str, Any]]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows[key] for key in sorted(rows))
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
@@ -227,10 +212,10 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
         f"{library}: " + ", ".join(f"{counts[library, each]} {each}" for each in outcomes)
         for library in libraries
     ]
-    errors = [abs(float(row["error_percent"])) for row in rows if row["error_percent"] not in (None, "")]
-    if errors:
-        text = f"{len(errors)} measured: allocated median {statistics.median(errors):.3f} %"
-        lines.append(f"{text}, worst {max(errors):.2f} %, {sum(error <= 1 for error in errors)} within 1 %")
+    if errors := errors_of(rows, "error_percent"):
+        near = sum(abs(error) <= 1 for error in errors)
+        text = f"{len(errors)} measured: allocated median {median(errors):.3f} %"
+        lines.append(f"{text}, worst {worst(errors):+.2f} %, {near} within 1 %")
     return "\n".join(lines)
 
 
@@ -252,7 +237,7 @@ def main(arguments: list[str] | None = None) -> int:
         for case in architectures.cases()
         if options.library in (None, case.library) and (not options.names or case.name in options.names)
     ]
-    rows = read_rows(options.out)
+    rows: dict[Any, Any] = {(row["library"], row["name"]): row for row in stored(options.out)}
     if options.failed:
         again = {key for key, row in rows.items() if row["outcome"] == OUR_FAULT}
         chosen = [case for case in chosen if (case.library, case.name) in again]
@@ -278,7 +263,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(
             f"{len(done)}/{len(chosen)} {row.library} {row.name}: {row.outcome} {off} {row.error}", flush=True
         )
-        write_rows(options.out, rows)
+        write(options.out, [rows[key] for key in sorted(rows)])
     print(summary(done))
     return int(any(row["outcome"] == OUR_FAULT for row in done))
 

@@ -6,7 +6,6 @@ Writes benchmarks/results/diagnosis.csv. The naive systems are run by `--systems
 from __future__ import annotations
 
 import ast
-import csv
 import importlib
 import re
 import sys
@@ -15,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import oomph
+from benchmarks.rows import write
 from oomph.cli.targets import open_target
 from oomph.records import Diagnosis
 
@@ -96,10 +96,7 @@ def main(arguments: list[str]) -> None:
     named = sum(bool(each["line_named"]) for each in rows)
     print(f"{right} of {len(rows)} causes named first; the line named for {named}")
     if not [word for word in arguments if not word.startswith("-")]:
-        with RESULTS.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        write(RESULTS, rows)
 
 
 def _print(one: dict[str, object]) -> None:

@@ -7,23 +7,29 @@ python -m benchmarks.fixes judge                 # anywhere: predicts the same, 
 from __future__ import annotations
 
 import argparse
-import csv
-import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import oomph
 from benchmarks import RESULTS
-from benchmarks.accuracy.rows import short_name
 from benchmarks.fixes.pairs import MODELS
+from benchmarks.rows import (
+    chosen,
+    error_percent,
+    errors_of,
+    need_gpu,
+    read_json,
+    short_name,
+    store_json,
+    write,
+)
 from benchmarks.systems.entries import on_the_gpu
 from oomph.records import FixUse
+from oomph.report.fixes import fix_word
 
 STEPS = 6
 PEAK_BAR, TIME_BAR = 2.0, 25.0  # percent
@@ -45,31 +51,23 @@ class Row:
 
 
 def named(uses: Sequence[FixUse]) -> str:
-    def one(use: FixUse) -> str:
-        options = ",".join(f"{key}={value}" for key, value in use.options.items())
-        return f"{use.fix}:{options}" if options else use.fix
-
-    return " + ".join(map(one, uses))
+    return " + ".join(map(fix_word, uses))
 
 
 def measure(models: Sequence[str], out: Path | None) -> int:
     """All of a model's tries in one process, one after the other; the model as it is first."""
-    if not torch.cuda.is_available():
-        print("error: measuring needs a CUDA GPU and torch sees none", file=sys.stderr)
-        return 2
-    rows: list[dict[str, Any]] = []
+    need_gpu()
     for name in models:
         model = MODELS[name]
         for uses in ((), *model.tries):
             began = time.perf_counter()
             try:
-                rows.append(_measured(name, uses, model.workload))
+                row = _measured(name, uses, model.workload)
             except Exception as error:  # one must not stop the others
                 print(f"{name} [{named(uses)}]: FAILED {type(error).__name__}: {error}"[:600], flush=True)
                 continue
-            out = out or RESULTS / f"fixes_{short_name(rows[-1]['gpu'])}.json"
-            _store(out, rows)
-            row = rows[-1]
+            out = out or RESULTS / f"fixes_{short_name(row['gpu'])}.json"
+            store_json(out, row, "model", "fixes")
             print(
                 f"{name} [{named(uses)}]: {row['measured_mib']:.0f} MiB, {row['measured_ms']:.1f} ms a step "
                 f"({time.perf_counter() - began:.0f} s)",
@@ -95,7 +93,7 @@ def _fixed(uses: Sequence[FixUse], workload: oomph.Workload) -> oomph.Workload:
 
 
 def judge(files: Sequence[Path], gpu: str, out: Path) -> int:
-    known = [row for file in files for row in json.loads(file.read_text())]
+    known = [row for file in files for row in read_json(file)]
     bases: dict[str, tuple[Row, oomph.Prediction]] = {}
     rows: list[Row] = []
     for stored in known:
@@ -107,10 +105,7 @@ def judge(files: Sequence[Path], gpu: str, out: Path) -> int:
             bases[stored["model"]] = row, prediction
         rows.append(row)
         print(_line(row), flush=True)
-    with out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
+    write(out, rows)
     print(summary(rows))
     return 0
 
@@ -120,7 +115,7 @@ def _judged(row: Row, prediction: oomph.Prediction, base: tuple[Row, oomph.Predi
     row = replace(
         row,
         predicted_mib=round(predicted, 1),
-        peak_error_percent=round(100 * (predicted / row.measured_mib - 1), 3),
+        peak_error_percent=error_percent(predicted, row.measured_mib),
         measured_mib=round(row.measured_mib, 1),
         measured_ms=round(row.measured_ms, 2),
     )
@@ -132,16 +127,15 @@ def _judged(row: Row, prediction: oomph.Prediction, base: tuple[Row, oomph.Predi
         row,
         measured_slowdown=round(measured, 3),
         predicted_slowdown=round(slowdown, 3),
-        slowdown_error_percent=round(100 * (slowdown / measured - 1), 1),
+        slowdown_error_percent=error_percent(slowdown, measured, 1),
     )
 
 
 def summary(rows: Sequence[Row]) -> str:
     pairs = [row for row in rows if row.fixes]
-    near = sum(abs(row.peak_error_percent or 0) <= PEAK_BAR for row in pairs)
-    timed = sum(
-        row.slowdown_error_percent is not None and abs(row.slowdown_error_percent) <= TIME_BAR
-        for row in pairs
+    near, timed = (
+        sum(abs(error) <= bar for error in errors_of(pairs, f"{kind}_error_percent"))
+        for kind, bar in (("peak", PEAK_BAR), ("slowdown", TIME_BAR))
     )
     return (
         f"{len(pairs)} pairs: peak within {PEAK_BAR:g} % on {near}, slowdown within {TIME_BAR:g} % on {timed}"
@@ -159,13 +153,6 @@ def _line(row: Row) -> str:
     )
 
 
-def _store(path: Path, new: Sequence[dict[str, Any]]) -> None:
-    """In place of older rows of the same pairs."""
-    old = json.loads(path.read_text()) if path.exists() else []
-    rows = {(row["model"], row["fixes"]): row for row in (*old, *new)}
-    path.write_text(json.dumps(list(rows.values()), indent=1) + "\n")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("command", choices=("measure", "judge"))
@@ -173,12 +160,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--gpu", default="h200", help="the GPU that the stored rows were measured on")
     given = parser.parse_args()
-    unknown = [name for name in given.models if name not in MODELS]
-    if unknown:
-        print(f"error: there is no model {unknown[0]!r}; valid: {', '.join(MODELS)}", file=sys.stderr)
-        return 2
     if given.command == "measure":
-        return measure(given.models or list(MODELS), given.out)
+        return measure(chosen(given.models, MODELS, "model"), given.out)
     files = sorted(RESULTS.glob("fixes_*.json"))
     return judge(files, given.gpu, given.out or RESULTS / "fixes.csv")
 

@@ -9,15 +9,14 @@ estimate: it is proposed, and the model takes it.
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks import RESULTS
-from benchmarks.tables import stored
+from benchmarks.rows import chosen, stored, write
 
 # What is expected of a model or a step: the letter in CASES, the reason, and the fixes.
 EXPECTED = {
@@ -187,24 +186,16 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="architectures (default: all)")
     parser.add_argument("--out", type=Path, default=RESULTS / "fit_breadth.csv")
     given = parser.parse_args()
-    before = [
-        row for row in (stored(given.out) if given.out.exists() else ()) if row["architecture"] in CASES
-    ]
     rows = {
-        row["architecture"]: asdict(compared(row["architecture"], row["applies"].split(), row["refused"]))
-        for row in before
+        name: compared(name, row["applies"].split(), row["refused"])
+        for row in stored(given.out)
+        if (name := row["architecture"]) in CASES
     }
-    for name in given.names or CASES:
-        rows[name] = asdict(judged(name))
-        print(
-            f"{name:32} missing: {rows[name]['missing'] or 'none'}  applies: {rows[name]['applies']}",
-            flush=True,
-        )
-        with given.out.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows[name] for name in CASES if name in rows)
-    missing = [name for name, row in rows.items() if row["missing"]]
+    for name in chosen(given.names, CASES, "architecture"):
+        rows[name] = judged(name)
+        print(f"{name:32} missing: {rows[name].missing or 'none'}  applies: {rows[name].applies}", flush=True)
+        write(given.out, [rows[name] for name in CASES if name in rows])
+    missing = [name for name, row in rows.items() if row.missing]
     print(f"{len(rows) - len(missing)} of {len(rows)} with all fixes that are expected; {', '.join(missing)}")
     return 1 if missing else 0
 

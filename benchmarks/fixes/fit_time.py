@@ -10,18 +10,15 @@ if NANOGPT names a clone with its data/openwebtext/train.bin and val.bin.
 from __future__ import annotations
 
 import argparse
-import csv
-import json
 import os
-import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import RESULTS, ROOT
-from benchmarks.tables import stored
+from benchmarks import RESULTS
+from benchmarks.rows import in_process, send, stored, write
 
 _LONG = "configs/longctx_4b_24gb.yaml training.memory_limit=null fixes=[]"
 # Name: the target as in benchmarks.fixes.plans, the limit, what is allowed, and the seconds that it may take.
@@ -90,23 +87,14 @@ def main() -> int:
     parser.add_argument("--here", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.here:
-        row = fit_case(given.here)
-        sys.stderr.flush()
-        print(f"\n{json.dumps(asdict(row))}")
+        send(asdict(fit_case(given.here)))
         return 0
-    rows = {row["case"]: row for row in (stored(given.out) if given.out.exists() else ())}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    rows: dict[str, Any] = {row["case"]: row for row in stored(given.out)}
+    variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     for name in given.names or [name for name in CASES if name != "nanogpt" or "NANOGPT" in os.environ]:
-        command = [sys.executable, "-m", "benchmarks.fixes.fit_time", "--here", name]
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True
-        )
-        rows[name] = json.loads(done.stdout.splitlines()[-1])
+        rows[name] = in_process("benchmarks.fixes.fit_time", "--here", name, **variables)
         print(" ".join(map(str, rows[name].values())), flush=True)
-        with given.out.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows[name] for name in CASES if name in rows)
+        write(given.out, [rows[name] for name in CASES if name in rows])
     missed = [row for row in rows.values() if 0 < float(row["bar_seconds"]) < float(row["seconds"])]
     return 1 if missed else 0
 

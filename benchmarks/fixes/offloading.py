@@ -9,17 +9,16 @@ takes longer; and, apart from that difference's noise, less what the compute str
 
 from __future__ import annotations
 
-import csv
 import statistics
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import RESULTS
-from benchmarks.accuracy.rows import short_name
+from benchmarks.rows import need_gpu, short_name, write
 from oomph import fixes
 from oomph.fixes.activation_offloading import CopyStreams, PinnedBufferPool
 
@@ -169,19 +168,13 @@ def _event() -> torch.cuda.Event:
 
 
 def main() -> int:
-    if not torch.cuda.is_available():
-        print("error: this needs a CUDA GPU and torch sees none", file=sys.stderr)
-        return 2
+    need_gpu()
     rows = []
     for case in CASES:
         row = measured(*case)
         rows.append(row)
         print(f"{row.tokens} tokens: {row.hidden_percent} % of {row.copies_alone_ms} ms hidden", flush=True)
-    short = short_name(rows[0].gpu)
-    with (RESULTS / f"offload_{short}.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
+    write(RESULTS / f"offload_{short_name(rows[0].gpu)}.csv", rows)
     return 0 if all(row.hidden_percent >= BAR for row in rows) else 1
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import importlib
 import json
 import os
@@ -30,12 +29,12 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from benchmarks import RESULTS, ROOT
-from benchmarks.tables import stored
+from benchmarks.rows import error_percent, stored, summary, write
 
 SCRIPTS = ROOT / "benchmarks" / "accuracy" / "training_scripts"
 _TURNS, _STEPS = 5, 4  # of each process, and in each turn: the first step of a turn is not timed
@@ -155,9 +154,9 @@ def target_of(name: str) -> Any:
         return Script(str(SCRIPTS / name), ())
     if name.startswith("configs/"):
         file, *overrides = name.split()
-        return speed._config(str(ROOT / file), *overrides)
+        return speed.of_config(str(ROOT / file), *overrides)
     if name == "llama-1b-8k":
-        return speed._transformer("Llama", 1, 8192, **speed.LLAMA_1B)
+        return speed.transformer("Llama", 1, 8192, **speed.LLAMA_1B)
     if name.startswith("speed:"):
         return speed.CASES[name.removeprefix("speed:")][0]()
     return ALL[name].target
@@ -423,7 +422,9 @@ def predicted_again(row: dict[str, str], gpu: str, folder: Path) -> dict[str, An
     found: dict[str, Any] = {**row, **json.loads(out.read_text())}
     for name in ("allocated", "reserved", "ratio"):
         real = row[f"measured_{name}"]
-        found[f"{name}_error_percent"] = _error(found[f"predicted_{name}"], float(real) if real else None)
+        found[f"{name}_error_percent"] = error_percent(
+            found[f"predicted_{name}"], float(real) if real else None
+        )
     return found
 
 
@@ -471,19 +472,15 @@ def measured(row: Row, children: Sequence[Child], folder: Path, earlier: Mapping
         retries=after["retries"],
         measured_allocated=after["allocated"],
         measured_reserved=after["reserved"],
-        allocated_error_percent=_error(row.predicted_allocated, after["allocated"]),
-        reserved_error_percent=_error(row.predicted_reserved, after["reserved"]),
+        allocated_error_percent=error_percent(row.predicted_allocated, after["allocated"]),
+        reserved_error_percent=error_percent(row.predicted_reserved, after["reserved"]),
         sessions=sessions,
         measured_seconds=seconds and round(seconds, 5),
         measured_seconds_before=seconds_before and round(seconds_before, 5),
         measured_ratio=ratio and round(ratio, 4),
-        ratio_error_percent=_error(row.predicted_ratio, ratio),
+        ratio_error_percent=error_percent(row.predicted_ratio, ratio),
         error="".join(others),
     )
-
-
-def _error(predicted: float | None, real: float | None) -> float | None:
-    return round(100 * (predicted / real - 1), 3) if predicted and real else None
 
 
 def _file(name: str) -> str:
@@ -507,20 +504,9 @@ def _line(row: Row) -> str:
 
 def _summary(rows: Sequence[Row]) -> str:
     within, beyond = (sum(row.ran is ran for row in rows) for ran in (True, False))
-    text = f"{len(rows)} plans, {within} ran within their budget, {beyond} ran out of memory, "
-    text += f"{sum(bool(row.error) for row in rows)} failed"
-    for name in ("allocated", "reserved", "ratio"):
-        errors = [abs(e) for row in rows if (e := getattr(row, f"{name}_error_percent")) is not None]
-        if errors:
-            text += f"; {name}: median {statistics.median(errors):.2f} %, worst {max(errors):.2f} %"
-    return text
-
-
-def _write_rows(out: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    with out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    failed = sum(bool(row.error) for row in rows)
+    text = f"{len(rows)} plans, {within} ran within their budget, {beyond} ran out of memory, {failed} failed"
+    return f"{text}; {summary(rows, 'allocated', 'reserved', 'ratio')}"
 
 
 def main() -> int:
@@ -560,16 +546,16 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(given.jobs) as pool:
             before = stored(out)
             again = list(pool.map(lambda row: predicted_again(row, given.gpu, Path(temporary)), before))
-        _write_rows(out, again)
+        write(out, again)
         return 0
     rows: dict[str, Row] = {}
-    earlier = {row["case"]: row for row in (stored(out) if out.exists() else ()) if row["ran"] == "True"}
+    earlier = {row["case"]: row for row in stored(out) if row["ran"] == "True"}
     kept = [row for name, row in earlier.items() if given.missing and name in wanted]
 
     def finished(row: Row) -> None:
         rows[row.case] = row
         print(_line(row), flush=True)
-        _write_rows(out, [*kept, *(asdict(rows[name]) for name in wanted if name in rows)])
+        write(out, [*kept, *(rows[name] for name in wanted if name in rows)])
 
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(given.jobs) as pool:

@@ -11,30 +11,24 @@ blocks, is predicted; the best is the fastest that fits. `fit` may use all exact
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
 import os
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from benchmarks import RESULTS
-from benchmarks.tables import stored
+from benchmarks.accuracy.speed import LLAMA_1B, transformer
+from benchmarks.rows import stored, write
 from oomph.records import FixUse
 
 BAR_PERCENT = 2.0
-
-
-def _transformer(name: str, batch: int, length: int, dtype: str | None, **sizes: int) -> Any:
-    from benchmarks.accuracy.speed import _transformer as transformer
-
-    return transformer(name, batch, length, dtype=dtype, **sizes)
 
 
 _GPT2 = {"n_embd": 384, "n_layer": 6, "n_head": 6, "vocab_size": 20000}
@@ -42,24 +36,17 @@ _LLAMA = {"hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1536,
 _LLAMA |= {"num_attention_heads": 8, "num_key_value_heads": 4}
 _QWEN3 = {**_LLAMA, "num_hidden_layers": 6, "head_dim": 64}
 MODELS = {
-    "gpt2": partial(_transformer, "GPT2", 8, 1024, None, **_GPT2),
-    "gpt2-bf16": partial(_transformer, "GPT2", 16, 1024, "bfloat16", **_GPT2),
-    "llama": partial(_transformer, "Llama", 8, 2048, "bfloat16", **_LLAMA),
-    "llama-long": partial(_transformer, "Llama", 1, 16384, "bfloat16", **_LLAMA),
-    "qwen3": partial(_transformer, "Qwen3", 8, 1024, None, **_QWEN3),
+    "gpt2": partial(transformer, "GPT2", 8, 1024, dtype=None, **_GPT2),
+    "gpt2-bf16": partial(transformer, "GPT2", 16, 1024, **_GPT2),
+    "llama": partial(transformer, "Llama", 8, 2048, **_LLAMA),
+    "llama-long": partial(transformer, "Llama", 1, 16384, **_LLAMA),
+    "qwen3": partial(transformer, "Qwen3", 8, 1024, dtype=None, **_QWEN3),
 }
-_LLAMA_1B = {"hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 8192, "vocab_size": 128256}
-_LLAMA_1B |= {"num_attention_heads": 32, "num_key_value_heads": 8}
 _QWEN3_4B = {"hidden_size": 2560, "num_hidden_layers": 36, "intermediate_size": 9728, "vocab_size": 151936}
-_QWEN3_4B |= {
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "tie_word_embeddings": True,
-}
+_QWEN3_4B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
 PEER_MODELS = {
-    "llama-1b": partial(_transformer, "Llama", 2, 8192, "bfloat16", **_LLAMA_1B),
-    "qwen3-4b": partial(_transformer, "Qwen3", 1, 8192, "bfloat16", **_QWEN3_4B),
+    "llama-1b": partial(transformer, "Llama", 2, 8192, **LLAMA_1B),
+    "qwen3-4b": partial(transformer, "Qwen3", 1, 8192, tie_word_embeddings=True, **_QWEN3_4B),
 }
 _FUSED = FixUse("fused_optimizer")
 PEERS = {  # their own settings, as fixes
@@ -214,14 +201,11 @@ def compared(model: str) -> Iterator[PeerRow]:
 def compare(out: Path, names: list[str]) -> int:
     rows: list[PeerRow] = []
     wanted = names or list(PEER_MODELS)
-    kept = [row for row in (stored(out) if out.exists() else ()) if row["model"] not in wanted]
+    kept = [row for row in stored(out) if row["model"] not in wanted]
     for row in (row for model in wanted for row in compared(model)):
         rows.append(row)
         print(f"{row.model} {row.peer}: {row.percent_faster:+.1f} % faster with {row.fit[:100]}", flush=True)
-        with out.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [field.name for field in fields(PeerRow)], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows([*kept, *map(asdict, rows)])
+        write(out, [*kept, *rows])
     return 1 if any(row.percent_faster <= 0 for row in rows) else 0
 
 
@@ -250,12 +234,7 @@ def main() -> int:
         for future in as_completed(waiting):
             rows.append(row := future.result())
             print(f"{row.model:12} {row.percent_slower:+6.2f} %  {row.fit}  |  {row.best}", flush=True)
-            with out.open("w", newline="") as file:
-                writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
-                writer.writeheader()
-                writer.writerows(
-                    asdict(each) for each in sorted(rows, key=lambda each: (each.model, -each.limit))
-                )
+            write(out, sorted(rows, key=lambda each: (each.model, -each.limit)))
     missed = [row for row in rows if row.percent_slower > BAR_PERCENT or row.worse_than_everything]
     print(f"{len(rows) - len(missed)} of {len(rows)} within {BAR_PERCENT} % of the best")
     return 1 if missed else 0

@@ -39,6 +39,7 @@ from benchmarks.ops.bars import report
 from benchmarks.ops.peers import Peer, find_peers, fla_peer
 from benchmarks.ops.rows import Row, merged, read_rows, table, write_rows
 from benchmarks.ops.runs import Case, Machine, predicted, run_case, this_machine, with_predictions
+from benchmarks.rows import short_name
 
 ErrorRows = Callable[[Machine, Sequence[Peer], bool], Iterator[list[Row]]]
 CASES: dict[str, Callable[[Sequence[Peer], bool], list[Case]]] = {
@@ -99,8 +100,7 @@ def on_cpu(name: str, machine: Machine, rounds: int) -> Iterator[list[Row]]:
 
 def default_file(machine: Machine) -> Path:
     """`ops_h200.csv`, `ops_cpu.csv`: by the GPU's short name."""
-    title = "cpu" if not machine.cuda else machine.gpu.lower().replace("nvidia", "")
-    return RESULTS / f"ops_{re.sub(r'[^a-z0-9]+', '-', title).strip('-')}.csv"
+    return RESULTS / f"ops_{short_name(machine.gpu) if machine.cuda else 'cpu'}.csv"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

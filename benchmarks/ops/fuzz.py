@@ -12,7 +12,6 @@ TypeError of one line. Call N of seed S is always the same call; a failure print
 from __future__ import annotations
 
 import argparse
-import csv
 import functools
 import math
 import random
@@ -20,7 +19,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import RESULTS
+from benchmarks.rows import write
 from oomph import ops
 from oomph.errors import ArgumentError
 from oomph.ops.common import interpreted
@@ -775,10 +775,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{row.op:22} {row.valid:5} valid {row.invalid:5} invalid {row.meta:4} meta {row.transforms:4} "
               f"transforms: {row.wrong} wrong, {row.unclear} unclear ({row.seconds:.0f} s)")  # fmt: skip
     if given.out is not None:
-        with given.out.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(asdict(row) | {"seconds": round(row.seconds)} for row in rows)
+        write(given.out, [replace(row, seconds=round(row.seconds)) for row in rows])
     return 1 if failures else 0
 
 

@@ -11,11 +11,10 @@ All methods are timed in turns, each after the L2 cache was overwritten.
 from __future__ import annotations
 
 import argparse
-import csv
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from benchmarks import RESULTS
 from benchmarks.ops.matmul_kernel import MatmulTile, tiled_matmul
+from benchmarks.rows import write
 
 try:
     import triton
@@ -236,14 +236,6 @@ def judge(rows: Sequence[Row]) -> str:
         f"{min(gains):.2f}x to {max(gains):.2f}x over {len(gains)} float32 shapes ({inside} within 2-3x); "
         f"cuBLAS is a further {min(rest):.1f}x to {max(rest):.1f}x"
     )
-
-
-def write(path: Path, rows: Sequence[Row]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
 
 
 def main() -> int:

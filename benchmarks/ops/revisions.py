@@ -9,7 +9,6 @@ Run the two in turns, twice each: the first pair compiles the kernels. The faste
 
 from __future__ import annotations
 
-import csv
 import json
 import sys
 from dataclasses import replace
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from benchmarks.ops.__main__ import CASES
 from benchmarks.ops.runs import run_case, this_machine
+from benchmarks.rows import write
 
 SHAPES = {
     "cross_entropy": {"16384x2560x151936", "8192x1024x151936"},
@@ -45,13 +45,15 @@ def measure(out: Path, rounds: int = 8) -> None:
 def compare(files: list[Path], out: Path) -> None:
     """Files of the old and the new revision in turns."""
     runs = [json.loads(file.read_text())["rows"] for file in files]
-    with out.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["op", "old_ms", "new_ms", "time_ratio", "old_mib", "new_mib"])
-        for key in runs[0]:
-            old, new = (min(run[key][0] for run in runs[first::2]) for first in (0, 1))
-            memory = [f"{run[key][1]:.1f}" for run in runs[:2]]
-            writer.writerow([key, f"{old:.4f}", f"{new:.4f}", f"{new / old:.3f}", *memory])
+    rows = []
+    for key in runs[0]:
+        old, new = (min(run[key][0] for run in runs[first::2]) for first in (0, 1))
+        times = {"old_ms": f"{old:.4f}", "new_ms": f"{new:.4f}", "time_ratio": f"{new / old:.3f}"}
+        memory = {
+            f"{which}_mib": f"{run[key][1]:.1f}" for which, run in zip(("old", "new"), runs, strict=False)
+        }
+        rows.append({"op": key, **times, **memory})
+    write(out, rows)
 
 
 if __name__ == "__main__":

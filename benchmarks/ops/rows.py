@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+
+from benchmarks.rows import read, write
 
 
 @dataclass(frozen=True)
@@ -53,44 +53,13 @@ class Row:
         return self.contender.split()[0] == "oomph"
 
 
-_FIELDS = {field.name: str(field.type) for field in fields(Row)}
-
-
 def read_rows(path: Path) -> list[Row]:
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return [_row(cells) for cells in csv.DictReader(file)]
-
-
-def _row(cells: dict[str, str]) -> Row:
-    return Row(**{name: _value(kind, cells[name]) for name, kind in _FIELDS.items() if name in cells})
-
-
-def _value(kind: str, text: str) -> Any:
-    if kind == "bool":
-        return text == "True"
-    if kind.endswith("| None"):
-        return None if text == "" else (int(text) if kind.startswith("int") else float(text))
-    return text
+    return read(path, Row)
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Through a second file, so that an interruption leaves the old rows whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partly = path.with_suffix(".partial")
-    with partly.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(_FIELDS), lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            writer.writerow({name: _cell(value) for name, value in asdict(row).items()})
-    partly.replace(path)
-
-
-def _cell(value: Any) -> Any:
-    if value is None:
-        return ""
-    return f"{value:.6g}" if isinstance(value, float) else value
+    cells = (asdict(row).items() for row in rows)
+    write(path, [{key: f"{v:.6g}" if isinstance(v, float) else v for key, v in row} for row in cells])
 
 
 def merged(old: Sequence[Row], new: Sequence[Row], by_shape: bool = False) -> list[Row]:

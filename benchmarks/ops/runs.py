@@ -254,26 +254,29 @@ def _ratio(times: dict[str, list[float]], name: str, limit: str | None) -> float
     return statistics.median(times[name]) / statistics.median(times[limit])
 
 
+def target_of(case: Case, contender: Contender) -> Callable[[], Step]:
+    """What oomph.predict takes: the contender's step, without the gradients of the step before."""
+
+    def target() -> Step:
+        inputs = case.make(torch.device("cuda"))
+        step = step_of(contender, inputs)
+
+        def cleared() -> None:
+            step()
+            for param in leaves(inputs):
+                param.grad = None
+
+        return cleared
+
+    return target
+
+
 def predicted_mib(case: Case, contender: Contender) -> float:
     """What oomph.predict says of the step: its peak above what the step before it left."""
     import oomph
 
-    def target() -> Step:
-        return _with_cleared_gradients(contender, case.make(torch.device("cuda")))
-
-    steps = oomph.predict(target, gpu="h200").steps
+    steps = oomph.predict(target_of(case, contender), gpu="h200").steps
     return (steps[-1].allocated - steps[-2].end) / MiB
-
-
-def _with_cleared_gradients(contender: Contender, inputs: Inputs) -> Step:
-    step = step_of(contender, inputs)
-
-    def cleared() -> None:
-        step()
-        for param in leaves(inputs):
-            param.grad = None
-
-    return cleared
 
 
 def with_predictions(rows: Sequence[Row], cases: Iterable[Case]) -> list[Row]:

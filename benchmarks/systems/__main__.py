@@ -31,10 +31,10 @@ import torch
 
 import oomph
 from benchmarks import RESULTS, ROOT
-from benchmarks.accuracy.rows import short_name
+from benchmarks.rows import error_percent, need_gpu, read_json, short_name, store_json, stored, write
 from benchmarks.systems.claims import NO_FIGURE, claim_rows
 from benchmarks.systems.entries import Entry, entries
-from benchmarks.systems.figures import PREDICTED, part_rows, rows_of, write_rows
+from benchmarks.systems.figures import PREDICTED, part_rows
 from benchmarks.systems.parts import milliseconds, parts, steps, values
 from benchmarks.systems.races import races, run
 from oomph.errors import OomphError
@@ -61,9 +61,9 @@ class Row:
 
 
 def measure(words: Sequence[str], out: Path, new: bool = False) -> int:
-    stored = {row["name"] for row in json.loads(out.read_text())} if new and out.exists() else set()
+    known = {row["name"] for row in read_json(out)} if new else set()
     for name, entry in chosen(entries(), words):
-        if name in stored:
+        if name in known:
             continue
         began = time.perf_counter()
         try:
@@ -79,7 +79,7 @@ def measure(words: Sequence[str], out: Path, new: bool = False) -> int:
             found.peak.allocated / 2**20,
             found.seconds_per_step * 1e3,
         )
-        _store(out, row)
+        store_json(out, _known(row), "name")
         print(
             f"{name}: {row.measured_mib:.0f} MiB, {row.measured_ms:.1f} ms a step "
             f"({time.perf_counter() - began:.0f} s)",
@@ -117,22 +117,12 @@ def race(words: Sequence[str], out: Path) -> int:
             print(f"{name}: FAILED {type(error).__name__}: {error}"[:600], flush=True)
             _free()
             continue
-        _store(
-            out,
-            Row(
-                name,
-                torch.cuda.get_device_name(),
-                torch.__version__,
-                found.ours_mib,
-                found.ours_ms,
-                found.theirs_mib,
-                found.theirs_ms,
-            ),
-        )
+        (mib, ms), (other_mib, other_ms) = found
+        row = Row(name, torch.cuda.get_device_name(), torch.__version__, mib, ms, other_mib, other_ms)
+        store_json(out, _known(row), "name")
         print(
-            f"{name}: {found.ours_ms:.2f} ms against {found.theirs_ms:.2f} "
-            f"(x{found.ours_ms / found.theirs_ms:.2f}), {found.ours_mib:.0f} MiB against "
-            f"{found.theirs_mib:.0f} (x{found.ours_mib / found.theirs_mib:.3f})",
+            f"{name}: {ms:.2f} ms against {other_ms:.2f} (x{ms / other_ms:.2f}), "
+            f"{mib:.0f} MiB against {other_mib:.0f} (x{mib / other_mib:.3f})",
             flush=True,
         )
         _free()
@@ -187,7 +177,7 @@ def judge(measured: Sequence[Path], parts_measured: Path, predictions: Path, out
     predicted = json.loads(predictions.read_text())
     known, races_known = entries(), races()
     rows = []
-    for row in (Row(**row) for file in measured for row in json.loads(file.read_text())):
+    for row in (Row(**row) for file in measured for row in read_json(file)):
         if row.name in known and row.name not in predicted:
             rows.append(_rounded(row))
         elif row.name in known:
@@ -198,41 +188,30 @@ def judge(measured: Sequence[Path], parts_measured: Path, predictions: Path, out
             print(f"{row.name}: no longer run, left out")
             continue
         print(_line(rows[-1]), flush=True)
-    write_rows(out, [asdict(row) for row in rows])
+    write(out, [asdict(row) for row in rows])
     print(f"{sum(bool(row.met) for row in rows)} of {len(rows)} rows meet their bars; {out}")
     if parts_measured.exists():
-        write_rows(out.with_name("parts.csv"), part_rows(json.loads(parts_measured.read_text()), predicted))
+        write(out.with_name("parts.csv"), part_rows(json.loads(parts_measured.read_text()), predicted))
     return 0
 
 
 def stories(words: Sequence[str], out: Path) -> int:
     """Every report's story, as a reader runs it: seconds, what each form needs, and the line that fails."""
-    rows: list[dict[str, Any]] = [dict(row) for row in rows_of(out) if words and row["system"] not in words]
-    for name, system in SYSTEMS.items():
-        if words and name not in words:
-            continue
+    rows: list[dict[str, Any]] = [dict(row) for row in stored(out) if words and row["system"] not in words]
+    for _, system in chosen(SYSTEMS, words):
         command = [sys.executable, "-m", "oomph", "systems", system.name, "--json"]
         began, used = time.perf_counter(), _cpu_seconds()
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         took, used = time.perf_counter() - began, _cpu_seconds() - used
         for form in json.loads(done.stdout)["forms"]:
             needs = None if form["needs"] is None else round(form["needs"] / 2**30, 2)
-            rows.append(
-                {
-                    "system": system.name,
-                    "form": form["form"],
-                    "needs_gib": needs,
-                    "verdict": form["verdict"],
-                    "failure": form["failure"],
-                    "command": form["command"],
-                    "story_seconds": round(took, 1),
-                    "cpu_seconds": round(used, 1),
-                    "bar_seconds": STORY_BAR,
-                }
-            )
+            row = {"system": system.name, "form": form["form"], "needs_gib": needs}
+            row |= {key: form[key] for key in ("verdict", "failure", "command")}
+            row |= {"story_seconds": round(took, 1), "cpu_seconds": round(used, 1)}
+            rows.append(row | {"bar_seconds": STORY_BAR})
         verdict = "met   " if took <= STORY_BAR else "MISSED"
         print(f"{verdict} {system.name}: {took:.1f} s, {used:.1f} s of the CPU", flush=True)
-        write_rows(out, rows)
+        write(out, rows)
     return 0
 
 
@@ -244,7 +223,7 @@ def _cpu_seconds() -> float:
 def figures(out: Path) -> int:
     """The claims with their columns, for the package."""
     rows = claim_rows()
-    write_rows(out, rows)
+    write(out, rows)
     for kind in ("derived", "predicted", "measured"):
         has = sum(row[kind] != NO_FIGURE for row in rows)
         print(f"{has} of {len(rows)} claims have a {kind} figure ({100 * has / len(rows):.0f} %)")
@@ -253,11 +232,12 @@ def figures(out: Path) -> int:
 
 def _judged_peak(row: Row, prediction: Mapping[str, float], at_most_gib: float | None) -> Row:
     predicted = prediction["peak"] / 2**20
-    error = 100 * (predicted / row.measured_mib - 1)
+    error = error_percent(predicted, row.measured_mib)
+    assert error is not None
     bar, met = f"predicted within {PEAK_BAR:g} %", abs(error) <= PEAK_BAR
     if at_most_gib is not None:
         bar, met = f"{bar}, peak <= {at_most_gib:g} GiB", met and row.measured_mib <= at_most_gib * 1024
-    return _rounded(row, predicted_mib=round(predicted, 1), error_percent=round(error, 3), bar=bar, met=met)
+    return _rounded(row, predicted_mib=round(predicted, 1), error_percent=error, bar=bar, met=met)
 
 
 def _judged_race(row: Row, time_bar: float, memory_bar: float) -> Row:
@@ -291,6 +271,10 @@ def _line(row: Row) -> str:
     return f"{verdict} {row.name:60} {row.measured_mib:9.0f} MiB, {error}"
 
 
+def _known(row: Row) -> dict[str, Any]:
+    return {key: value for key, value in asdict(row).items() if value not in (None, "")}
+
+
 def chosen(all_of_them: dict[str, Any] | Any, words: Sequence[str]) -> list[tuple[str, Any]]:
     found = [(name, each) for name, each in all_of_them.items() if not words or any(w in name for w in words)]
     if not found:
@@ -301,14 +285,6 @@ def chosen(all_of_them: dict[str, Any] | Any, words: Sequence[str]) -> list[tupl
 def _free() -> None:
     gc.collect()
     torch.cuda.empty_cache()
-
-
-def _store(path: Path, row: Row) -> None:
-    """In place of an older row of its name."""
-    old = json.loads(path.read_text()) if path.exists() else []
-    rows = {each["name"]: each for each in old}
-    rows[row.name] = {key: value for key, value in asdict(row).items() if value not in (None, "")}
-    path.write_text(json.dumps(list(rows.values()), indent=1) + "\n")
 
 
 def main() -> int:
@@ -329,9 +305,7 @@ def main() -> int:
         return stories(given.words, given.out or RESULTS / "stories.csv")
     if given.command == "figures":
         return figures(given.out or ROOT / "src" / "oomph" / "systems" / "claims.csv")
-    if not torch.cuda.is_available():
-        print("error: measuring needs a CUDA GPU and torch sees none", file=sys.stderr)
-        return 2
+    need_gpu()
     short = short_name(torch.cuda.get_device_name())
     if given.command == "parts":
         return measure_parts(given.words, given.out or RESULTS / f"parts_{short}.json")

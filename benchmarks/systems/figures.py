@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import statistics
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks import RESULTS
+from benchmarks.rows import error_percent, stored
 
 MiB = 2**20
 PREDICTED = RESULTS / "systems_predicted.json"  # name -> field -> bytes, or milliseconds
 OPS = {("attention", "B64 H8 N1024 D64"), ("cross_entropy", "32768x2560x151936")}
 SEEDS = 3
 Rows = dict[str, dict[str, dict[str, float]]]
-
-
-def rows_of(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def part_rows(measured: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -38,9 +25,8 @@ def part_rows(measured: Mapping[str, Any], predicted: Mapping[str, Any]) -> list
         for field, value in fields.items():
             guess = predicted.get(name, {}).get(field)
             if field not in versions:
-                error = round(100 * (guess / value - 1), 3) if guess is not None and value else None
-                rows.append({"name": name, "field": field, "measured": value, "predicted": guess})
-                rows[-1] |= {"error_percent": error, **versions}
+                row = {"name": name, "field": field, "measured": value, "predicted": guess}
+                rows.append(row | {"error_percent": error_percent(guess, value), **versions})
     return rows
 
 
@@ -55,17 +41,17 @@ def collect() -> Rows:
     for name, fields in json.loads((RESULTS / PREDICTED.name).read_text()).items():
         for field, value in fields.items():
             add(name, "predicted", field, value)
-    for row in rows_of(RESULTS / "systems.csv"):
+    for row in stored(RESULTS / "systems.csv"):
         if not row["other_ms"]:
             add(row["name"], "measured", "peak", row["measured_mib"], MiB)
             add(row["name"], "measured", "ms", row["measured_ms"])
-    for row in rows_of(RESULTS / "parts.csv"):
+    for row in stored(RESULTS / "parts.csv"):
         add(row["name"], "measured", row["field"], row["measured"])
-    for row in rows_of(RESULTS / "ops_h200.csv"):
+    for row in stored(RESULTS / "ops_h200.csv"):
         if (row["op"], row["shape"]) in OPS:
             add(f"op {row['op']} {row['contender']}", "measured", "peak", row["peak_mib"], MiB)
             add(f"op {row['op']} {row['contender']}", "measured", "ms", row["median_ms"])
-    runs = rows_of(RESULTS / "training.csv")
+    runs = stored(RESULTS / "training.csv")
     for row in runs:
         name = f"training {row['name']}"
         add(name, "measured", "peak", row["measured_mib"], MiB)
@@ -76,17 +62,17 @@ def collect() -> Rows:
         add(f"training {name}, {SEEDS} seeds", "measured", "psnr", statistics.mean(values))
         add(f"training {name}, {SEEDS} seeds", "measured", "spread", max(values) - min(values))
     decoders: dict[str, list[float]] = {}  # in miniature, on the CPU
-    for row in rows_of(RESULTS / "held_out.csv"):
+    for row in stored(RESULTS / "held_out.csv"):
         if row["run"].startswith("ginr_tiny ") and row["metric"] == "psnr":
             decoders.setdefault(row["run"], []).append(float(row["after"]))
     for name, values in decoders.items():
         add(f"training {name}", "predicted", "psnr", statistics.mean(values))
         add(f"training {name}", "predicted", "spread", max(values) - min(values))
-    for row in rows_of(RESULTS / "stories.csv"):
+    for row in stored(RESULTS / "stories.csv"):
         add(f"story {row['system']} {row['form']}", "predicted", "peak", row["needs_gib"], 2**30)
-    for row in rows_of(RESULTS / "ranks_simulated.csv"):
+    for row in stored(RESULTS / "ranks_simulated.csv"):
         add(row["run"], "predicted", "peak", row["predicted_allocated"])
-    for row in rows_of(RESULTS / "matmul.csv"):
+    for row in stored(RESULTS / "matmul.csv"):
         if row["dtype"] == "float32":
             shape = "x".join(row[key] for key in "mnk")
             add(f"matmul {shape} {row['method']}", "measured", "ms", row["median_ms"])

@@ -34,16 +34,6 @@ class Race:
     memory_bar: float = 1.0
 
 
-@dataclass(frozen=True)
-class Result:
-    name: str
-    shape: str
-    ours_ms: float
-    theirs_ms: float
-    ours_mib: float
-    theirs_mib: float
-
-
 class Runner:
     """One side of a race: its model on the GPU, and how a step of it goes."""
 
@@ -78,7 +68,8 @@ class Runner:
         return began.elapsed_time(ended), torch.cuda.max_memory_allocated() - before
 
 
-def run(race: Race) -> Result:
+def run(race: Race) -> list[tuple[float, float]]:
+    """(MiB, milliseconds) of ours and of theirs."""
     gc.collect()
     torch.cuda.empty_cache()
     sides = [Runner(build, race) for build in (race.ours, race.theirs)]
@@ -89,9 +80,7 @@ def run(race: Race) -> Result:
             took, above = side.step()
             times[number].append(took)
             peaks[number] = max(peaks[number], side.own + above)
-    ours, theirs = (statistics.median(each) for each in times)
-    del sides
-    return Result(race.name, race.shape, ours, theirs, peaks[0] / 2**20, peaks[1] / 2**20)
+    return [(peak / 2**20, statistics.median(each)) for peak, each in zip(peaks, times, strict=True)]
 
 
 class _Block(nn.Module):

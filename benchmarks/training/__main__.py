@@ -8,13 +8,11 @@ python -m benchmarks.training judge                   # anywhere: predicts peaks
 from __future__ import annotations
 
 import argparse
-import csv
 import fnmatch
 import json
 import math
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,8 +23,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import CONFIGS, RESULTS
-from benchmarks.accuracy.rows import short_name
-from benchmarks.systems.figures import rows_of
+from benchmarks.rows import (
+    error_percent,
+    errors_of,
+    in_process,
+    read_json,
+    send,
+    short_name,
+    stored,
+    write,
+)
 from benchmarks.training.runs import OVERHEADS, RUNS, Run, copy_photographs, trained_tokenizer
 
 PEAK_BAR = 2.0  # percent
@@ -75,7 +81,7 @@ def here(name: str, out: Path, alone: bool) -> int:
         rows = read_metrics(Path(folder) / "run" / "metrics.jsonl")
         evaluations = read_metrics(Path(folder) / "run" / "metrics.jsonl", "evaluation")
         for picture in sorted((Path(folder) / "run" / "samples").glob("*.png")):
-            shutil.copy(picture, out.with_suffix(".png"))  # the last one stays
+            shutil.copy(picture, out)  # the last one stays
     losses = [row["loss"] for row in rows]
     # Kernels are compiled in the first steps.
     speeds = [row["tokens_per_second"] for row in rows[min(5, len(rows) // 3) :]]
@@ -99,15 +105,16 @@ def here(name: str, out: Path, alone: bool) -> int:
         reserved_mib=torch.cuda.max_memory_reserved() / 2**20,
     )
     curve = [(each["step"], each["loss"]) for each in rows]
-    out.write_text(json.dumps({"row": asdict(row), "curve": curve}))
+    send({"row": asdict(row), "curve": curve})
     return 0
 
 
 def run(names: Sequence[str], out: Path | None, jobs: int) -> int:
     failed = []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max(1, jobs)) as pool:
-        waiting = [(name, pool.submit(_in_process, RUNS[name], Path(folder), jobs)) for name in names]
-        for name, future in waiting:
+        pictures = {name: _picture(Path(folder), name) for name in names}
+        waiting = {name: pool.submit(_timed, RUNS[name], pictures[name], jobs) for name in names}
+        for name, future in waiting.items():
             try:
                 found, took = future.result()
             except Exception as error:  # one run must not stop the others
@@ -116,8 +123,9 @@ def run(names: Sequence[str], out: Path | None, jobs: int) -> int:
                 continue
             row = Row(**found["row"])
             out = out or RESULTS / f"training_{short_name(row.gpu)}.json"
-            _store(out, found)
-            if (picture := _file(Path(folder), name).with_suffix(".png")).exists():
+            runs = {each["row"]["name"]: each for each in (*read_json(out), found)}
+            out.write_text(json.dumps(list(runs.values())) + "\n")
+            if (picture := pictures[name]).exists():
                 (out.parent / "samples").mkdir(exist_ok=True)
                 shutil.copy(picture, out.parent / "samples" / picture.name)
             figures = {"perplexity": row.perplexity, "psnr": row.psnr, "matching": row.matching}
@@ -131,29 +139,14 @@ def run(names: Sequence[str], out: Path | None, jobs: int) -> int:
     return 1 if failed else 0
 
 
-def _in_process(run: Run, folder: Path, jobs: int) -> tuple[dict[str, Any], float]:
+def _timed(run: Run, out: Path, jobs: int) -> tuple[dict[str, Any], float]:
     began = time.perf_counter()
-    out = _file(folder, run.name)
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.training",
-        "here",
-        run.name,
-        "--out",
-        str(out),
-        "--jobs",
-        str(jobs),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=run.limit_s, check=False)
-    if not out.exists():
-        last = [line for line in (done.stderr + done.stdout).strip().splitlines() if line.strip()][-4:]
-        raise RuntimeError(f"exit status {done.returncode}: {' | '.join(last)}"[:900])
-    return json.loads(out.read_text()), time.perf_counter() - began
+    words = ("here", run.name, "--out", str(out), "--jobs", str(jobs))
+    return in_process("benchmarks.training", *words, seconds=run.limit_s), time.perf_counter() - began
 
 
-def _file(folder: Path, name: str) -> Path:
-    return folder / f"{name.replace(', ', '_').replace(' ', '_')}.json"
+def _picture(folder: Path, name: str) -> Path:
+    return folder / f"{name.replace(', ', '_').replace(' ', '_')}.png"
 
 
 def overhead(names: Sequence[str], out: Path | None) -> int:
@@ -173,10 +166,7 @@ def overhead(names: Sequence[str], out: Path | None) -> int:
             flush=True,
         )
     out = out or RESULTS / f"training_overhead_{short_name(rows[0]['gpu'])}.csv"
-    with out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    write(out, rows)
     return 0
 
 
@@ -188,10 +178,8 @@ def judge(files: Sequence[Path], gpu: str, out: Path, new: bool = False) -> int:
     from oomph.training.config import load
     from oomph.training.step import predicted_workload
 
-    before = {row["name"]: row for row in rows_of(out)} if new else {}
-    measured = {
-        found["row"]["name"]: found["row"] for file in files for found in json.loads(file.read_text())
-    }
+    before = {row["name"]: row for row in stored(out)} if new else {}
+    measured = {found["row"]["name"]: found["row"] for file in files for found in read_json(file)}
     rows: list[dict[str, Any]] = []
     for name, row in measured.items():
         same = ("measured_mib", "tokens_per_second", "last_loss")
@@ -205,17 +193,14 @@ def judge(files: Sequence[Path], gpu: str, out: Path, new: bool = False) -> int:
         row["predicted_mib"] = round(predicted, 1)
         row["recorded"] = config.training.cuda_graph
         row["mfu"] = model_flops_utilization(config, prediction, gpus.find(gpu), row["tokens_per_second"])
-        row["error_percent"] = round(100 * (predicted / row["measured_mib"] - 1), 2)
+        row["error_percent"] = error_percent(predicted, row["measured_mib"], 2)
         rows.append({key: _rounded(value) for key, value in row.items()})
         print(
             f"{row['name']:32} {row['measured_mib']:10.0f} MiB, predicted {row['error_percent']:+.2f} %",
             flush=True,
         )
-    with out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    near = sum(abs(float(row["error_percent"])) <= PEAK_BAR for row in rows)
+    write(out, rows, [field.name for field in fields(Row)])
+    near = sum(abs(error) <= PEAK_BAR for error in errors_of(rows, "error_percent"))
     print(f"{near} of {len(rows)} peaks within {PEAK_BAR:g} %; {out}")
     return 0
 
@@ -224,14 +209,6 @@ def _rounded(value: Any) -> Any:
     if not isinstance(value, float) or not math.isfinite(value):
         return value
     return round(value, 1) if abs(value) >= 100 else float(f"{value:.5g}")
-
-
-def _store(path: Path, found: dict[str, Any]) -> None:
-    """In place of an older run of its name."""
-    old = json.loads(path.read_text()) if path.exists() else []
-    runs = {each["row"]["name"]: each for each in old}
-    runs[found["row"]["name"]] = found
-    path.write_text(json.dumps(list(runs.values())) + "\n")
 
 
 def main() -> int:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks import CONFIGS, RESULTS
-from benchmarks.systems.figures import write_rows
+from benchmarks.rows import write
 from oomph.training.config import TrainConfig, load, load_dict
 from oomph.training.config.sections import OutputConfig
 from oomph.training.data import open_data
@@ -139,7 +139,7 @@ def main(out: Path) -> int:
         print(f"base: loss {train_base(base):.3f} after {BASE_STEPS} steps", flush=True)
         for seed in SEEDS:
             rows += before_and_after(PRETRAINED, pretrained_npt(base, seed), Path(folder) / f"seed_{seed}")
-    write_rows(out, [{key: _rounded(value) for key, value in row.items()} for row in rows])
+    write(out, [{key: _rounded(value) for key, value in row.items()} for row in rows])
     return 0
 
 

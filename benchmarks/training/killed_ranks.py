@@ -10,7 +10,6 @@ those of a run without kills. About 20 s for a kill on an idle machine.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import random
@@ -22,6 +21,7 @@ import time
 from pathlib import Path
 
 from benchmarks import ROOT
+from benchmarks.rows import write
 
 
 def command(folder: Path, ranks: int, restarts: int, steps: int) -> list[str]:
@@ -110,10 +110,7 @@ def main() -> int:
     for row in rows:
         row |= {"ranks": given.ranks, "every_step_once": complete, "same_weights": same}
     if given.out is not None and rows:
-        with given.out.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        write(given.out, rows)
     print(f"{len(rows)} kills; every step logged once: {complete}; same weights bit for bit: {same}")
     return 0 if complete and same and len(rows) == given.kills else 1
 

@@ -10,7 +10,6 @@ compared, bit for bit, with those of the same run undisturbed. One process impor
 from __future__ import annotations
 
 import argparse
-import csv
 import mmap
 import os
 import random
@@ -22,7 +21,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ import torchdata.stateful_dataloader  # noqa: F401  (imported before forking, no
 from torch.utils._pytree import tree_leaves
 
 from benchmarks import RESULTS
+from benchmarks.rows import write
 from oomph.training.checkpoint import find, load
 from oomph.training.config import TrainConfig, load_dict
 from oomph.training.config.sections import RUN_CONFIG
@@ -258,10 +258,7 @@ def main() -> int:
             rows += found
             seed += 1
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    with options.out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
+    write(options.out, rows)
     equal, saving = sum(row.equal for row in rows), sum(row.while_saving for row in rows)
     print(f"{len(rows)} kills, {saving} of them while saving: {equal} in runs that ended as if undisturbed")
     return 0 if equal == len(rows) else 1

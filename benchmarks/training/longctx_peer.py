@@ -8,9 +8,6 @@ fits: weights, gradients and AdamW's averages are 30 GiB.
 
 from __future__ import annotations
 
-import csv
-import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -20,8 +17,7 @@ from typing import Any
 import torch
 
 import oomph
-from benchmarks import RESULTS
-from benchmarks.accuracy.rows import short_name
+from benchmarks import RESULTS, rows
 from benchmarks.systems.entries import language
 from benchmarks.systems.races import checkpointed, qwen3
 from oomph.systems import longctx
@@ -74,27 +70,22 @@ def found() -> Iterator[dict[str, Any]]:
 
 def in_process(who: str, gib: int, tokens: int) -> dict[str, Any]:
     """What one leaves behind, above all when it did not fit, must not count against the next."""
-    command = [sys.executable, "-m", "benchmarks.training.longctx_peer", "--one", who, str(gib), str(tokens)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return row
+    return rows.in_process("benchmarks.training.longctx_peer", "--one", who, str(gib), str(tokens))
 
 
 def main() -> int:
     if sys.argv[1:2] == ["--one"]:
         who, gib, tokens = sys.argv[2:]
-        print(json.dumps(measured(who, int(gib), int(tokens))))
+        rows.send(measured(who, int(gib), int(tokens)))
         return 0
-    name = f"longctx_peer_{short_name(torch.cuda.get_device_name())}.csv"
+    rows.need_gpu()
+    name = f"longctx_peer_{rows.short_name(torch.cuda.get_device_name())}.csv"
     out = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS / name
-    rows = []
+    done = []
     for row in found():
-        rows.append(row)
+        done.append(row)
         print(row, flush=True)
-        with out.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(row), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        rows.write(out, done)
     return 0
 
 
