@@ -7,36 +7,17 @@ A table stands between the comments `<!-- name -->` and `<!-- /name -->`; the te
 
 from __future__ import annotations
 
-import csv
 import re
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 from benchmarks import RESULTS, ROOT
+from benchmarks.rows import errors_of, median, stored, worst
 from benchmarks.systems.claims import stored_figures
 from benchmarks.systems.claims_ginr import solution
 from benchmarks.systems.figures import SEEDS
 from oomph import gpus
 from oomph.systems import SYSTEMS as REGISTRY
-
-
-def stored(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV file; none where there is no such file."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def median(errors: list[float]) -> float:
-    return statistics.median(map(abs, errors))
-
-
-def worst(errors: list[float]) -> float:
-    return max(errors, key=abs)
-
 
 # A system, what failed, its naive and its model row, and what is to be known of the pair.
 SYSTEMS = (
@@ -77,26 +58,25 @@ SYSTEMS = (
     ),
 )
 
+MEASURED = ("measured_mib", "measured_ms")
+
 
 def systems() -> str:
     """Naive against model, and how far off the predictions are over all measured forms."""
     rows = system_rows()
-    lines = [
-        "| system | what failed | shape | peak, naive -> model | a step, naive -> model |",
-        "|---|---|---|---:|---:|",
-    ]
+    cells = []
     for system, what, naive, model, shape in SYSTEMS:
         before, after = rows[naive], rows[model]
-        lines.append(
-            f"| `{system}` | {what} | {shape} "
-            f"| {float(before['measured_mib']):,.0f} -> {float(after['measured_mib']):,.0f} MiB "
-            f"| {float(before['measured_ms']):,.0f} -> {float(after['measured_ms']):,.0f} ms |"
+        mib, ms = (
+            f"{number(before[key])} -> {number(after[key])}" for key in ("measured_mib", "measured_ms")
         )
-    return "\n".join([*lines, "", _peaks_line(rows)])
+        cells.append((f"`{system}`", what, shape, f"{mib} MiB", f"{ms} ms"))
+    table = _table("system | what failed | shape | peak, naive -> model | a step, naive -> model", cells, 2)
+    return f"{table}\n\n{_peaks_line(rows)}"
 
 
 def _peaks_line(rows: Mapping[str, Mapping[str, str]]) -> str:
-    errors = [float(row["error_percent"]) for row in rows.values() if row["error_percent"]]
+    errors = errors_of(rows.values(), "error_percent")
     return (
         f"- {len(errors)} forms and shapes measured: allocated peak predicted within "
         f"{abs(worst(errors)):.1f} %, median {median(errors):.2f} %"
@@ -105,37 +85,61 @@ def _peaks_line(rows: Mapping[str, Mapping[str, str]]) -> str:
 
 def races() -> str:
     """Whole training steps against other forms of the same model."""
-    lines = ["| race | time | MiB, ours / theirs |", "|---|---:|---:|"]
-    for name, row in system_rows().items():
-        if row["other_ms"]:
-            lines.append(
-                f"| {name} | {float(row['measured_ms']) / float(row['other_ms']):.2f} x "
-                f"| {float(row['measured_mib']):,.0f} / {float(row['other_mib']):,.0f} |"
-            )
-    return "\n".join(lines)
+    rows = [
+        (
+            name,
+            f"{float(row['measured_ms']) / float(row['other_ms']):.2f} x",
+            f"{number(row['measured_mib'])} / {number(row['other_mib'])}",
+        )
+        for name, row in system_rows().items()
+        if row["other_ms"]
+    ]
+    return _table("race | time | MiB, ours / theirs", rows, 2)
 
 
 def peaks(system: str) -> str:
     """Every measured form of a system."""
-    lines = ["| form | measured | predicted | a step |", "|---|---:|---:|---:|"]
-    for name, row in system_rows().items():
-        if name.split()[0] == system and not row["other_ms"]:
-            took = f"{float(row['measured_ms']):,.1f} ms" if row["measured_ms"] else "-"
-            lines.append(f"| {name} | {float(row['measured_mib']):,.0f} MiB | {_error(row)} | {took} |")
-    return "\n".join(lines)
+    rows = [
+        (
+            name,
+            f"{number(row['measured_mib'])} MiB",
+            percent(row["error_percent"]),
+            f"{number(row['measured_ms'], 1)} ms" if row["measured_ms"] else "-",
+        )
+        for name, row in system_rows().items()
+        if name.split()[0] == system and not row["other_ms"]
+    ]
+    return _table("form | measured | predicted | a step", rows, 3)
 
 
-def _table(titles: str, rows: Iterable[Sequence[str]]) -> str:
-    """Of titles separated by commas."""
-    cells = [[cell.strip() for cell in titles.split(",")], *rows]
-    lines = [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in cells]
-    return "\n".join([lines[0], "|---" * len(cells[0]) + "|", *lines[1:]])
+def _table(titles: str, rows: Iterable[Sequence[object]], right: int = 0) -> str:
+    """A Markdown table; the last `right` columns are aligned to the right."""
+    names = titles.split(" | ")
+    lines = [f"| {' | '.join(str(cell).replace('|', '/') for cell in row)} |" for row in (names, *rows)]
+    rule = "|---" * (len(names) - right) + "|---:" * right + "|"
+    return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def number(value: str | float, decimals: int = 0) -> str:
+    return f"{float(value):,.{decimals}f}"
+
+
+def percent(value: str) -> str:
+    return f"{float(value):+.2f} %" if value else "-"
+
+
+def gib(size: str) -> str:
+    return f"{int(size) / 2**30:.2f} GiB"
+
+
+def mib(size: str) -> str:
+    return f"{int(size) / 2**20:,.0f} MiB"
 
 
 def claims(system: str) -> str:
     """The report's claims as `oomph systems` prints them."""
     rows = [tuple(one.values()) for one in REGISTRY[system].claims]
-    return _table("claim, claimed, derived, predicted, measured, verdict, why", rows)
+    return _table("claim | claimed | derived | predicted | measured | verdict | why", rows)
 
 
 def failed(system: str) -> str:
@@ -145,36 +149,24 @@ def failed(system: str) -> str:
 
 def commands(system: str) -> str:
     rows = [(f"`{theirs}`", f"`{ours}`") for theirs, ours in REGISTRY[system].story.commands.items()]
-    return _table("the report, here", rows)
+    return _table("the report | here", rows)
 
 
 def story(system: str) -> str:
     """The stored outcome of `oomph systems NAME`."""
     rows = [row for row in stored(RESULTS / "stories.csv") if row["system"] == system]
-    if not rows:
-        return ""
     cells = [
         (
             row["form"],
-            f"{float(row['needs_gib']):,.1f} GiB" if row["needs_gib"] else "-",
+            f"{number(row['needs_gib'], 1)} GiB" if row["needs_gib"] else "-",
             row["verdict"],
             f"`{row['failure']}`" if row["failure"] else "",
         )
         for row in rows
     ]
-    shown = [f"{row['command']}".strip() for row in rows]
-    table = _table("form, needs, verdict, where", cells)
-    return "\n".join(
-        [
-            table,
-            "",
-            "```",
-            *shown,
-            "```",
-            "",
-            f"{float(rows[0]['story_seconds']):.0f} seconds on two cores.",
-        ]
-    )
+    typed = [row["command"].strip() for row in rows]
+    took = f"{number(rows[0]['story_seconds'])} seconds on two cores."
+    return "\n".join([_table("form | needs | verdict | where", cells), "", "```", *typed, "```", "", took])
 
 
 # Report 004's decoders: title -> row of the naive form, run of the quality over three seeds
@@ -211,23 +203,20 @@ def solutions() -> str:
                 f"{decibels['psnr']:.1f} dB (spread {decibels['spread']:.1f})" if decibels else "-",
             )
         )
-    return _table("decoder, predicted, measured, time for 64 images, PSNR after 200 steps", rows)
+    return _table("decoder | predicted | measured | time for 64 images | PSNR after 200 steps", rows)
 
 
 def held_out() -> str:
     """Every system's error on held-out data before and after training."""
-    rows = [
-        (row["run"], row["seed"], row["steps"], row["metric"], row["before"], row["after"])
-        for row in stored(RESULTS / "held_out.csv")
-    ]
-    return _table("run, seed, steps, held out, before, after", rows)
+    rows = [row.values() for row in stored(RESULTS / "held_out.csv")]
+    return _table("run | seed | steps | held out | before | after", rows)
 
 
 def audit(system: str) -> str:
     """What a report names apart from figures, and where it is."""
     report = REGISTRY[system].report
     rows = [(row["item"], row["here"]) for row in stored(RESULTS / "audit.csv") if row["report"] == report]
-    return _table("item, here", rows)
+    return _table("item | here", rows)
 
 
 def system_rows() -> dict[str, dict[str, str]]:
@@ -253,90 +242,70 @@ FIGURES = {"perplexity": "perplexity {:,.1f}", "psnr": "{:.2f} dB", "matching": 
 
 
 def training() -> str:
-    """Every run; nothing while none is stored. Runs with several seeds are in the table of the solutions."""
+    """Every run; those with several seeds are in the table of the solutions."""
     rows = [row for row in stored(RESULTS / "training.csv") if ", seed " not in row["name"]]
-    if not rows:
-        return ""
     lines = [
         f"Measured on one {rows[0]['gpu']} (`benchmarks.training`). The loss is the mean over a tenth of the",
         "steps at either end; speed is in tokens, for ginr in images, in brackets where runs shared the GPU.",
         "The allocator does not count what replays of CUDA graphs use (`training.cuda_graph`): their peak is",
         "what is allocated beside the graphs plus what a pass used while it was captured.",
         "",
-        "| run | steps | per step | per second | peak | predicted | loss | held out |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
+    cells = []
     for row in rows:
-        found = [text.format(float(row[key])) for key, text in FIGURES.items() if row.get(key)]
-        if row.get("matching_at_start"):
+        found = [text.format(float(row[key])) for key, text in FIGURES.items() if row[key]]
+        if row["matching_at_start"]:
             found.append(f"at the start {float(row['matching_at_start']):.4g}")
-        lines.append(
-            f"| {row['name']} | {int(row['steps']):,} | {int(row['tokens_per_step']):,} "
-            f"| {_speed(row)} | {float(row['measured_mib']):,.0f} MiB "
-            f"| {_error(row)} "
-            f"| {float(row['first_loss']):.4g} -> {float(row['last_loss']):.4g} | {', '.join(found) or '-'} |"
-        )
+        speed = number(row["tokens_per_second"])
+        losses = f"{float(row['first_loss']):.4g} -> {float(row['last_loss']):.4g}"
+        cells.append(
+            (row["name"], number(row["steps"]), number(row["tokens_per_step"]),
+             f"({speed})" if row["alone"] == "False" else speed, f"{number(row['measured_mib'])} MiB",
+             percent(row["error_percent"]), losses, ", ".join(found) or "-")
+        )  # fmt: skip
+    titles = "run | steps | per step | per second | peak | predicted | loss | held out"
     changed = [f"- {row['name']}: `{row['changes']}`" for row in rows if row["changes"]]
-    more = ["", "What differs from the files in configs/:", "", *changed] if changed else []
-    return "\n".join([*lines, *more])
-
-
-def _error(row: Mapping[str, str]) -> str:
-    return f"{float(row['error_percent']):+.2f} %" if row["error_percent"] else "-"
-
-
-def _speed(row: Mapping[str, str]) -> str:
-    speed = f"{float(row['tokens_per_second']):,.0f}"
-    return f"({speed})" if row.get("alone") == "False" else speed
+    more = ["", "What differs from the files in configs/:", "", *changed]
+    return "\n".join([*lines, _table(titles, cells, 7), *more])
 
 
 def long_context() -> str:
     """Report 002's model on one card, and the peer at the longest context that it has there."""
     runs = {row["name"]: row for row in stored(RESULTS / "training.csv")}
     peers = stored(RESULTS / "longctx_peer_h200.csv")
-    if not peers or not runs.keys() >= LONG_RUNS.keys():
-        return ""
-    lines = [
-        "| one GPU, every parameter trained | allowed | context | tokens/s | peak, reserved |",
-        "|---|---:|---:|---:|---:|",
-    ]
+    cells = []
     for name, (title, allowed) in LONG_RUNS.items():
         row = runs[name]
-        lines.append(
-            f"| {title} | {allowed} GiB | {int(row['tokens_per_step']):,} "
-            f"| {float(row['tokens_per_second']):,.0f} | "
-            + (f"{float(row['reserved_mib']) / 1024:.1f} GiB |" if row["reserved_mib"] else "- |")
-        )
+        held = f"{float(row['reserved_mib']) / 1024:.1f} GiB" if row["reserved_mib"] else "-"
+        tokens, speed = number(row["tokens_per_step"]), number(row["tokens_per_second"])
+        cells.append((title, f"{allowed} GiB", tokens, speed, held))
+    fitting = {row["limit_gib"] for row in peers if row["fits"] == "True"}
     for row in peers:
-        tokens = f"{int(row['tokens']):,}"
-        speed, held = "-", "-"
+        tokens, speed, held = number(row["tokens"]), "-", "-"
         if row["fits"] == "True":
-            speed = f"{float(row['tokens_per_second']):,.0f}"
+            speed = number(row["tokens_per_second"])
             held = f"{float(row['reserved_mib']) / 1024:.1f} GiB"
-        elif any(other["fits"] == "True" and other["limit_gib"] == row["limit_gib"] for other in peers):
+        elif row["limit_gib"] in fitting:
             tokens += " does not fit"
         else:
             tokens = f"none, not even {tokens}"
-        lines.append(f"| {PEERS[row['who']]} | {row['limit_gib']} GiB | {tokens} | {speed} | {held} |")
-    return "\n".join(lines)
+        cells.append((PEERS[row["who"]], f"{row['limit_gib']} GiB", tokens, speed, held))
+    titles = "one GPU, every parameter trained | allowed | context | tokens/s | peak, reserved"
+    return _table(titles, cells, 4)
 
 
 def overhead() -> str:
     rows = stored(RESULTS / "training_overhead_h200.csv")
-    if not rows:
-        return ""
-    lines = [
-        f"What the loop costs on one {rows[0]['gpu']}: the same steps by hand and by the loop, in turns.",
-        "",
-        "| config | bare step | in the loop | more |",
-        "|---|---:|---:|---:|",
-    ]
-    for row in rows:
-        lines.append(
-            f"| {row['config']} | {float(row['bare_ms']):.2f} ms | {float(row['loop_ms']):.2f} ms "
-            f"| {float(row['percent']):+.2f} % |"
+    cells = [
+        (
+            row["config"],
+            *(f"{float(row[key]):.2f} ms" for key in ("bare_ms", "loop_ms")),
+            percent(row["percent"]),
         )
-    return "\n".join(lines)
+        for row in rows
+    ]
+    about = f"What the loop costs on one {rows[0]['gpu']}: the same steps by hand and by the loop, in turns."
+    return f"{about}\n\n{_table('config | bare step | in the loop | more', cells, 3)}"
 
 
 SHOWN = {
@@ -379,19 +348,17 @@ SPEED = {
 def accuracy() -> str:
     rows = stored(RESULTS / "accuracy.csv")
     by_name = {row["workload"]: row for row in rows}
-    lines = ["| training step | measured | allocated | reserved |", "|---|---:|---:|---:|"]
+    cells = []
     for name, about in SHOWN.items():
         row = by_name[name]
-        gib = int(row["measured_allocated"]) / 2**30
-        lines.append(
-            f"| `{name}` {about} | {gib:.2f} GiB | {float(row['allocated_error_percent']):+.2f} % "
-            f"| {float(row['reserved_error_percent']):+.2f} % |"
-        )
-    lines.append("")
+        errors = (percent(row[f"{kind}_error_percent"]) for kind in ("allocated", "reserved"))
+        cells.append((f"`{name}` {about}", gib(row["measured_allocated"]), *errors))
+    lines = [_table("training step | measured | allocated | reserved", cells, 3), ""]
     for title, wanted in (("without convolutions", "False"), ("with convolutions", "True")):
         chosen = [row for row in rows if row["convolutions"] == wanted]
-        allocated = [float(row["allocated_error_percent"]) for row in chosen]
-        reserved = [float(row["reserved_error_percent"]) for row in chosen]
+        allocated, reserved = (
+            errors_of(chosen, f"{kind}_error_percent") for kind in ("allocated", "reserved")
+        )
         lines.append(
             f"- {len(chosen)} workloads {title}: allocated median {median(allocated):.2f} %, worst "
             f"{worst(allocated):+.2f} %, lowest {min(allocated):+.2f} %; reserved median "
@@ -401,26 +368,26 @@ def accuracy() -> str:
 
 
 def speed() -> str:
-    lines = ["| step | CPU time | aim | host memory |", "|---|---:|---:|---:|"]
-    for row in stored(RESULTS / "speed.csv"):
-        aim = f"{float(row['bar_seconds']):g} s" if row["bar_seconds"] else ""
-        seconds = f"{float(row['seconds']):.1f} s"
-        lines.append(f"| {SPEED[row['case']]} | {seconds} | {aim} | {row['host_gib']} GiB |")
-    return "\n".join(lines)
+    rows = [
+        (
+            SPEED[row["case"]],
+            f"{float(row['seconds']):.1f} s",
+            f"{float(row['bar_seconds']):g} s" if row["bar_seconds"] else "",
+            f"{row['host_gib']} GiB",
+        )
+        for row in stored(RESULTS / "speed.csv")
+    ]
+    return _table("step | CPU time | aim | host memory", rows, 3)
 
 
 def ranks_simulated() -> str:
-    lines = [
-        "| one rank of an H100 80GB | allocated | reserved | sent in a step | step, by a roofline |",
-        "|---|---:|---:|---:|---:|",
+    keys = ("predicted_allocated", "predicted_reserved", "sent")
+    rows = [
+        (row["run"], *(gib(row[key]) for key in keys), f"{float(row['step_seconds']):.3g} s")
+        for row in stored(RESULTS / "ranks_simulated.csv")
     ]
-    for row in stored(RESULTS / "ranks_simulated.csv"):
-        held, reserved, sent = (
-            f"{int(row[key]) / 2**30:.2f} GiB"
-            for key in ("predicted_allocated", "predicted_reserved", "sent")
-        )
-        lines.append(f"| {row['run']} | {held} | {reserved} | {sent} | {float(row['step_seconds']):.3g} s |")
-    return "\n".join(lines)
+    titles = "one rank of an H100 80GB | allocated | reserved | sent in a step | step, by a roofline"
+    return _table(titles, rows, 4)
 
 
 LOSSES = {
@@ -457,14 +424,12 @@ PAIRS = (
 def losses() -> str:
     """Time over the time of the three matrix products, and MiB above the two gradients."""
     rows = _op_rows("cross_entropy")
-    lines = [
-        f"| tokens x width x classes | {' | '.join(LOSSES.values())} |",
-        f"|---|{'---:|' * len(LOSSES)}",
+    cells = [
+        (shape.replace("x", " x "), *(_loss_cell(rows.get((shape, name))) for name in LOSSES))
+        for shape in SHAPES
     ]
-    for shape in SHAPES:
-        cells = [_loss_cell(rows.get((shape, name))) for name in LOSSES]
-        lines.append(f"| {shape.replace('x', ' x ')} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    titles = ("tokens x width x classes", *LOSSES.values())
+    return _table(" | ".join(titles), cells, len(LOSSES))
 
 
 def _loss_cell(row: dict[str, str] | None) -> str:
@@ -475,17 +440,15 @@ def _loss_cell(row: dict[str, str] | None) -> str:
 
 
 def other_ops() -> str:
-    lines = ["| op | shape | against | time | MiB, ours / theirs |", "|---|---|---|---:|---:|"]
+    cells = []
     for op, shape, name, other in PAIRS:
         rows = _op_rows(op)
         ours, theirs = rows[shape, name], rows[shape, other]
         time = float(ours["median_ms"]) / float(theirs["median_ms"])
-        label = f"{op}{name.removeprefix('oomph')}"
-        lines.append(
-            f"| {label} | {shape} | {other} | {time:.{2 if time >= 0.1 else 3}f} x "
-            f"| {float(ours['peak_mib']):,.0f} / {float(theirs['peak_mib']):,.0f} |"
-        )
-    return "\n".join(lines)
+        shown = f"{time:.{2 if time >= 0.1 else 3}f} x"
+        sizes = f"{number(ours['peak_mib'])} / {number(theirs['peak_mib'])}"
+        cells.append((f"{op}{name.removeprefix('oomph')}", shape, other, shown, sizes))
+    return _table("op | shape | against | time | MiB, ours / theirs", cells, 2)
 
 
 FIXES = (
@@ -505,115 +468,89 @@ FIXES = (
 
 def fixes() -> str:
     """Some of the measured pairs, and how far off the predictions are over all of them."""
-    with (RESULTS / "fixes.csv").open(newline="") as file:
-        rows = {(row["model"], row["fixes"]): row for row in csv.DictReader(file)}
-    lines = ["| model | fixes | peak | predicted | time | predicted |", "|---|---|---:|---:|---:|---:|"]
+    rows = {(row["model"], row["fixes"]): row for row in stored(RESULTS / "fixes.csv")}
+    cells = []
     for model, name in FIXES:
         row = rows[model, name]
-        before, after = float(rows[model, ""]["measured_mib"]), float(row["measured_mib"])
-        lines.append(
-            f"| {model} | {name} | {before:,.0f} -> {after:,.0f} MiB "
-            f"| {float(row['peak_error_percent']):+.2f} % | x{float(row['measured_slowdown']):.2f} "
-            f"| x{float(row['predicted_slowdown']):.2f} |"
-        )
+        peak = f"{number(rows[model, '']['measured_mib'])} -> {number(row['measured_mib'])} MiB"
+        times = (f"x{number(row[f'{side}_slowdown'], 2)}" for side in ("measured", "predicted"))
+        cells.append((model, name, peak, percent(row["peak_error_percent"]), *times))
     pairs = [row for row in rows.values() if row["fixes"]]
-    peaks = [abs(float(row["peak_error_percent"])) for row in pairs]
-    times = [abs(float(row["slowdown_error_percent"])) for row in pairs]
-    near = sum(error <= 25 for error in times)
-    lines += [
-        "",
-        f"- {len(pairs)} pairs of a model and its fixes: peak off by at most {max(peaks):.2f} %; the "
-        f"change in time within 25 % on {near}, median {statistics.median(times):.0f} %, "
-        f"worst {max(times):.0f} %",
-    ]
-    return "\n".join(lines)
+    peaks, times = (errors_of(pairs, f"{kind}_error_percent") for kind in ("peak", "slowdown"))
+    near = sum(abs(error) <= 25 for error in times)
+    return (
+        f"{_table('model | fixes | peak | predicted | time | predicted', cells, 4)}\n\n"
+        f"- {len(pairs)} pairs of a model and its fixes: peak off by at most {abs(worst(peaks)):.2f} %; the "
+        f"change in time within 25 % on {near}, median {median(times):.0f} %, worst {abs(worst(times)):.0f} %"
+    )
 
 
 def _op_rows(op: str) -> dict[tuple[str, str], dict[str, str]]:
-    with (RESULTS / "ops_h200.csv").open(newline="") as file:
-        return {(row["shape"], row["contender"]): row for row in csv.DictReader(file) if row["op"] == op}
+    rows = stored(RESULTS / "ops_h200.csv")
+    return {(row["shape"], row["contender"]): row for row in rows if row["op"] == op}
 
 
 def evidence() -> str:
     """One line for each claim of the README, with the file that holds its rows."""
-    steps, scripts = stored(RESULTS / "accuracy.csv"), stored(RESULTS / "scripts_h200.csv")
-    lines = ["| what | measured | rows in `benchmarks/results/` |", "|---|---|---|"]
-    for title, chosen, file in (
-        (
-            "training steps without convolutions",
-            [row for row in steps if row["convolutions"] == "False"],
-            "accuracy",
-        ),
-        (
-            "training steps with convolutions",
-            [row for row in steps if row["convolutions"] == "True"],
-            "accuracy",
-        ),
-        ("training scripts as they are", scripts, "scripts_h200"),
-        ("compiled training steps", stored(RESULTS / "compiled.csv"), "compiled"),
-        ("runs of one rank of FSDP2, DDP, TP or CP", stored(RESULTS / "ranks_h200.csv"), "ranks_h200"),
-    ):
-        errors, reserved = (
-            [float(row[f"{kind}_error_percent"]) for row in chosen] for kind in ("allocated", "reserved")
+    steps = stored(RESULTS / "accuracy.csv")
+    of_peaks = {
+        "training steps without convolutions": [row for row in steps if row["convolutions"] == "False"],
+        "training steps with convolutions": [row for row in steps if row["convolutions"] == "True"],
+        "training scripts as they are": stored(RESULTS / "scripts_h200.csv"),
+        "compiled training steps": stored(RESULTS / "compiled.csv"),
+        "runs of one rank of FSDP2, DDP, TP or CP": stored(RESULTS / "ranks_h200.csv"),
+    }
+    files = ("accuracy", "accuracy", "scripts_h200", "compiled", "ranks_h200")
+    lines: list[Sequence[str]] = []
+    for (title, rows), file in zip(of_peaks.items(), files, strict=True):
+        errors, reserved = (errors_of(rows, f"{kind}_error_percent") for kind in ("allocated", "reserved"))
+        found = (
+            f"allocated: median error {median(errors):.2f} %, worst {worst(errors):+.2f} %; reserved: median "
+            f"{median(reserved):.2f} %, worst {worst(reserved):+.2f} %"
         )
-        lines.append(
-            f"| peak of {len(errors)} {title}, predicted | allocated: median error "
-            f"{median(errors):.2f} %, worst {worst(errors):+.2f} %; reserved: median "
-            f"{median(reserved):.2f} %, worst {worst(reserved):+.2f} % | {file}.csv |"
-        )
-    capped = stored(RESULTS / "capped_h200.csv")
-    ran = sum(row["ran"] == "True" for row in capped)
-    lines.append(
-        f"| runs capped at predicted + margin | {ran} of {len(capped)} completed | capped_h200.csv |"
-    )
+        lines.append((f"peak of {len(errors)} {title}, predicted", found, f"{file}.csv"))
+    capped, plans = stored(RESULTS / "capped_h200.csv"), stored(RESULTS / "plans_h200.csv")
+    done, ran = ([row for row in rows if row["ran"] == "True"] for rows in (capped, plans))
+    completed = f"{len(done)} of {len(capped)} completed"
+    lines.append(("runs capped at predicted + margin", completed, "capped_h200.csv"))
     pairs = [row for row in stored(RESULTS / "fixes.csv") if row["fixes"]]
-    peaks = [float(row["peak_error_percent"]) for row in pairs]
-    times = [float(row["slowdown_error_percent"]) for row in pairs]
-    lines.append(
-        f"| {len(pairs)} pairs of a model and fixes, predicted | peak: worst {worst(peaks):+.2f} %; time: "
-        f"median error {median(times):.0f} %, worst {abs(worst(times)):.0f} % | fixes.csv |"
+    peaks, times = (errors_of(pairs, f"{kind}_error_percent") for kind in ("peak", "slowdown"))
+    found = f"peak: worst {worst(peaks):+.2f} %; time: median error {median(times):.0f} %, worst "
+    found += f"{abs(worst(times)):.0f} %"
+    lines.append((f"{len(pairs)} pairs of a model and fixes, predicted", found, "fixes.csv"))
+    peaks, reserved, times = (
+        errors_of(ran, f"{kind}_error_percent") for kind in ("allocated", "reserved", "ratio")
     )
-    plans = stored(RESULTS / "plans_h200.csv")
-    ran = [row for row in plans if row["ran"] == "True"]
-    peaks = [float(row["allocated_error_percent"]) for row in ran]
-    reserved = [float(row["reserved_error_percent"]) for row in ran]
-    times = [float(row["ratio_error_percent"]) for row in ran]
-    lines.append(
-        f"| plans of `oomph fit`, run within their budget | {len(ran)} of {len(plans)} completed; "
-        f"allocated: worst {worst(peaks):+.2f} %; reserved: worst {worst(reserved):+.2f} %; slowdown, fitted "
-        f"to them: median error {median(times):.0f} %, worst {abs(worst(times)):.0f} % | plans_h200.csv |"
+    found = (
+        f"{len(ran)} of {len(plans)} completed; allocated: worst {worst(peaks):+.2f} %; reserved: worst "
+        f"{worst(reserved):+.2f} %; slowdown, fitted to them: median error {median(times):.0f} %, worst "
+        f"{abs(worst(times)):.0f} %"
     )
-    seconds = {row["case"]: float(row["seconds"]) for row in stored(RESULTS / "speed.csv")}
-    lines.append(
-        f"| CPU time of a prediction | GPT-2 {seconds['gpt2']:.1f} s, Llama 1B "
-        f"{seconds['llama-1b']:.1f} s, Llama 8B {seconds['llama-8b']:.1f} s | speed.csv |"
-    )
-    loss = _op_rows("cross_entropy")
-    shape = "16384x2560x151936"
+    lines.append(("plans of `oomph fit`, run within their budget", found, "plans_h200.csv"))
+    seconds = {row["case"]: f"{float(row['seconds']):.1f} s" for row in stored(RESULTS / "speed.csv")}
+    found = f"GPT-2 {seconds['gpt2']}, Llama 1B {seconds['llama-1b']}, Llama 8B {seconds['llama-8b']}"
+    lines.append(("CPU time of a prediction", found, "speed.csv"))
+    loss, shape = _op_rows("cross_entropy"), "16384x2560x151936"
     ours, liger = loss[shape, "oomph"], loss[shape, "Liger"]
-    lines.append(
-        f"| linear cross-entropy, {shape.replace('x', ' x ')}, bf16 | {_ratio(ours, liger)} x Liger's time; "
-        f"{float(ours['ratio_to_limit']):.2f} x the three matrix products alone | ops_h200.csv |"
-    )
+    found = f"{_ratio(ours, liger)} x Liger's time; {float(ours['ratio_to_limit']):.2f} x the three matrix "
+    title = f"linear cross-entropy, {shape.replace('x', ' x ')}, bf16"
+    lines.append((title, f"{found}products alone", "ops_h200.csv"))
     for op, shape, title, peer in (
         ("kda", "B4 T8192 H32 D128", "Kimi delta attention", "fla"),
         ("nsa", "B1 T32768 HQ64 H4 D128", "native sparse attention", "fla, no window"),
     ):
-        rows = _op_rows(op)
-        ours, theirs = rows[shape, "oomph"], rows[shape, peer]
-        lines.append(
-            f"| {title}, {shape} | {_ratio(ours, theirs)} x fla's time, "
-            f"{float(ours['peak_mib']):,.0f} MiB against {float(theirs['peak_mib']):,.0f} | ops_h200.csv |"
-        )
+        ours, theirs = (_op_rows(op)[shape, name] for name in ("oomph", peer))
+        sizes = f"{number(ours['peak_mib'])} MiB against {number(theirs['peak_mib'])}"
+        lines.append((f"{title}, {shape}", f"{_ratio(ours, theirs)} x fla's time, {sizes}", "ops_h200.csv"))
     runs = {row["name"]: row for row in stored(RESULTS / "training.csv")}
     long = runs["longctx_4b_24gb, attention kept"]
-    lines.append(
-        f"| {long['steps']} training steps of a 4B model at 131,072 tokens, attention's results kept in host "
-        "memory, process limited to 23 GiB | "
-        f"{float(long['tokens_per_second']):,.0f} tokens/s, {float(long['measured_mib']) / 1024:.1f} GiB "
-        "allocated | training.csv |"
+    title = (
+        f"{long['steps']} training steps of a 4B model at 131,072 tokens, attention's results kept in host "
+        "memory, process limited to 23 GiB"
     )
-    return "\n".join(lines)
+    size = f"{float(long['measured_mib']) / 1024:.1f} GiB allocated"
+    lines.append((title, f"{number(long['tokens_per_second'])} tokens/s, {size}", "training.csv"))
+    return _table("what | measured | rows in `benchmarks/results/`", lines)
 
 
 def _ratio(ours: dict[str, str], theirs: dict[str, str]) -> str:
@@ -621,21 +558,27 @@ def _ratio(ours: dict[str, str], theirs: dict[str, str]) -> str:
 
 
 def compiled() -> str:
-    lines = ["| case | predicted | measured | error |", "|---|---:|---:|---:|"]
-    for row in stored(RESULTS / "compiled.csv"):
-        sizes = (f"{int(row[f'{kind}_allocated']) / 2**20:,.0f} MiB" for kind in ("predicted", "measured"))
-        error = f"{float(row['allocated_error_percent']):+.2f} %"
-        lines.append(f"| {' | '.join((row['case'], *sizes, error))} |")
-    return "\n".join(lines)
+    rows = [
+        (row["case"], *_predicted_and_measured(row), percent(row["allocated_error_percent"]))
+        for row in stored(RESULTS / "compiled.csv")
+    ]
+    return _table("case | predicted | measured | error", rows, 3)
+
+
+def _predicted_and_measured(row: Mapping[str, str]) -> tuple[str, str]:
+    return mib(row["predicted_allocated"]), mib(row["measured_allocated"])
 
 
 def ranks_measured() -> str:
-    lines = ["| run | predicted | measured | error | error of reserved |", "|---|---:|---:|---:|---:|"]
-    for row in stored(RESULTS / "ranks_h200.csv"):
-        sizes = (f"{int(row[f'{kind}_allocated']) / 2**20:,.0f} MiB" for kind in ("predicted", "measured"))
-        errors = (f"{float(row[f'{kind}_error_percent']):+.2f} %" for kind in ("allocated", "reserved"))
-        lines.append(f"| {' | '.join((row['run'], *sizes, *errors))} |")
-    return "\n".join(lines)
+    rows = [
+        (
+            row["run"],
+            *_predicted_and_measured(row),
+            *(percent(row[f"{kind}_error_percent"]) for kind in ("allocated", "reserved")),
+        )
+        for row in stored(RESULTS / "ranks_h200.csv")
+    ]
+    return _table("run | predicted | measured | error | error of reserved", rows, 4)
 
 
 Tables = Mapping[str, Callable[[], str]]
@@ -667,8 +610,7 @@ def replaced(text: str, tables: Tables) -> str:
     for name, table in tables.items():
         found = re.search(rf"(?<=<!-- {name} -->\n).*?(?=<!-- /{name} -->)", text, re.DOTALL)
         assert found, name
-        made = table()
-        text = text[: found.start()] + (f"{made}\n" if made else "") + text[found.end() :]
+        text = f"{text[: found.start()]}{table()}\n{text[found.end() :]}"
     return text
 
 
