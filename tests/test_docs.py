@@ -50,7 +50,7 @@ def test_generated_tables_equal_the_committed_rows():
 def test_every_config_key_and_fix_is_documented():
     from oomph.fixes.registry import all_fixes
     from oomph.systems import SYSTEMS
-    from oomph.training.config.loading import ALIASES, ConfigKeys
+    from oomph.training.config import ALIASES, ConfigKeys
 
     configs = (ROOT / "docs/configs.md").read_text()
     for system in SYSTEMS.values():

@@ -21,8 +21,7 @@ import torch
 
 from benchmarks import CONFIGS, RESULTS
 from benchmarks.rows import write
-from oomph.training.config import TrainConfig, load, load_dict
-from oomph.training.config.sections import OutputConfig
+from oomph.training.config import OutputConfig, TrainConfig, load, load_dict
 from oomph.training.data import open_data
 from oomph.training.metrics import read_metrics
 from oomph.training.run import train

@@ -33,8 +33,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks import RESULTS
 from benchmarks.rows import write
 from oomph.training.checkpoint import find, load
-from oomph.training.config import TrainConfig, load_dict
-from oomph.training.config.sections import RUN_CONFIG
+from oomph.training.config import RUN_CONFIG, TrainConfig, load_dict
 from oomph.training.metrics import Callbacks, StepReport, read_metrics
 from oomph.training.run import train
 

@@ -36,30 +36,6 @@ def test_it_loads_and_describes_a_step(name):
         config.model_config.build()
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
-def test_the_naive_form_is_built_of_the_same_parameters(system):
-    made = {}
-    for form in ("model", "naive"):
-        with torch.device("meta"):
-            model = workload(loaded(f"{system}_tiny", f"form={form}")).model()
-        made[form] = {name: param.shape for name, param in model.named_parameters()}
-    assert made["naive"] == made["model"]
-
-
-@pytest.mark.parametrize("system", SYSTEMS)
-def test_a_tiny_config_takes_a_step_on_the_cpu(system):
-    step = workload(loaded(f"{system}_tiny"))
-    torch.manual_seed(0)
-    model, device = step.model(), torch.device("cpu")
-    optimizer = step.optimizer(model.parameters())
-    before = [param.detach().clone() for param in model.parameters() if param.requires_grad]
-    for batch, factor in step.passes(step.make_batch(device)):
-        step.scaled(step.loss(model, batch), factor).backward()
-    optimizer.step()
-    after = [param for param in model.parameters() if param.requires_grad]
-    assert any(not torch.equal(old, new) for old, new in zip(before, after, strict=True))
-
-
 def test_the_curriculum_of_hn_xs_is_the_reports():
     config = loaded("hn_xs")
     assert [stage.seq_len for stage in config.stages] == [256, 512, 768, 1024]

@@ -30,14 +30,6 @@ def test_images_have_their_own_source_and_no_tokens():
         load_dict({"system": "ginr"}, "test", ["seq_len=64"])
 
 
-def test_the_flags_of_report_001_are_keys():
-    words = "--dataset wikitext-2 --vocab_size 10000 --batch_size 32 --seq_len 128 --epochs 10 --sparse"
-    made = config(overrides_from_words([*words.split(), "--device", "cuda"]))
-    assert (made.data.source, made.data.batch_size, made.data.seq_len) == ("wikitext-2", 32, 128)
-    assert (made.model_config.vocab_size, made.model_config.sparse) == (10_000, "local")
-    assert (made.training.epochs, made.training.steps, made.training.device) == (10, None, "cuda")
-
-
 def test_the_flags_of_report_002_are_keys():
     words = "--model_size 0.6B --context_length 131072 --attention_type nsa --gradient_checkpointing "
     words += "--batch_size 1 --gradient_accumulation_steps 4"

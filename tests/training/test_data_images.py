@@ -59,11 +59,6 @@ def test_validation_is_the_same_for_every_seed_and_training_is_not(tmp_path):
     assert drawn(one, 1) != drawn(two, 1)
 
 
-def test_an_image_larger_than_the_held_out_part_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"image_size=200 .* at most 128"):
-        opened_images(tmp_path, image_size=200)
-
-
 def test_a_folder_gives_crops_of_its_pictures(tmp_path):
     image = pytest.importorskip("PIL.Image")
     folder = tmp_path / "pictures"

@@ -153,32 +153,6 @@ def test_a_broken_line_of_jsonl_is_named_by_file_and_number(tmp_path, line, mess
     assert found.startswith(f"{path}:2002: {message}")
 
 
-def test_a_sequence_longer_than_the_data_says_how_many_tokens_there_are(tmp_path):
-    source = tmp_path / "short.txt"
-    source.write_text("x" * 98)
-    found = message_of(source, tmp_path, curriculum=Curriculum((Stage(4096, 1),)), validation=0.0)
-    assert found == (
-        f"seq_len=4096 is longer than the data: {source} has 100 tokens for training; "
-        "give seq_len <= 100 or more data"
-    )
-    assert drawn(opened(source, tmp_path, curriculum=Curriculum((Stage(100, 1),)), validation=0.0), 2)
-    found = message_of(source, tmp_path, curriculum=Curriculum((Stage(50, 5),)), validation=0.0, epochs=2)
-    assert found.startswith("a batch of 250 tokens is larger than the data: ")
-    assert "has 100 tokens for training, and epochs=2" in found
-
-
-def test_a_source_that_is_not_there_is_named_with_the_nearest(tmp_path):
-    run = tmp_path / "run"
-    assert "does not exist; " in message_of(tmp_path / "none" / "x.txt", run)
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "blank.jsonl").write_text('{"text": ""}\n\n' * 200)
-    assert "has 0 tokens for training" in message_of(tmp_path / "empty", run)
-    names = "choose from stdlib, wikitext-2, wikitext-103, fineweb-edu or a path"
-    assert message_of("", run).endswith(names)
-    images = message_of("stdlib", run, image_size=32)
-    assert images.endswith("of images; choose from photographs, cifar10, or give a folder")
-
-
 def test_a_folder_in_the_hubs_layout_gives_its_training_split(tmp_path):
     arrow, tables = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     for name in ("wikitext-2-raw-v1", "wikitext-103-raw-v1"):

@@ -80,20 +80,6 @@ def test_large_data_are_sampled_evenly_and_validation_is_left_out(tmp_path):
     assert not {f"{line:07d}" for line in lines} & held
 
 
-def test_a_vocabulary_larger_than_the_data_says_how_many_words_there_are(source):
-    with pytest.raises(UserError) as caught:
-        learned("words", 10_000, source)
-    assert str(caught.value) == (
-        f"vocab_size=10000 is larger than the data: {source} has 13 different words, 17 with "
-        "<unk> <pad> <sos> <eos>; give vocab_size <= 17"
-    )
-    assert learned("words", 17, source).vocab_size == 17
-    with pytest.raises(
-        UserError, match=r"has \d+ different tokens that BPE can form.*give vocab_size <= \d+$"
-    ):
-        learned("bpe", 10_000, source)
-
-
 def test_a_vocabulary_that_is_too_small_and_a_foreign_file_say_what_is_valid(source):
     with pytest.raises(UserError, match=r"^vocab_size=100 is too small for bpe; give at least 260$"):
         learned("bpe", 100, source)

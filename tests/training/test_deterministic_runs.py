@@ -11,7 +11,6 @@ import torch
 from small_runs import assert_equal_runs, shared_folder, trained
 
 from oomph.errors import UserError
-from oomph.training.checkpoint import find
 from oomph.training.trainer import Trainer
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -57,16 +56,6 @@ def test_what_torch_refuses_is_told_in_one_line(tmp_path, monkeypatch, of_torch,
     monkeypatch.setattr(Trainer, "_loss_and_gradients", fails)
     with pytest.raises(UserError, match=told):
         trained(tmp_path / "run", [DETERMINISTIC])
-
-
-def test_what_an_evaluation_refuses_costs_no_step(tmp_path, monkeypatch):
-    def fails(*given):
-        raise RuntimeError(REFUSED)
-
-    monkeypatch.setattr("oomph.training.trainer.evaluate", fails)
-    with pytest.raises(UserError, match="torch has none for median"):
-        trained(tmp_path / "run", [DETERMINISTIC, "training.eval_every=4"])
-    assert find(tmp_path / "run" / "checkpoints").step == 4
 
 
 @pytest.mark.gpu

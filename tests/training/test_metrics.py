@@ -141,12 +141,6 @@ def test_nothing_held_out_gives_no_metrics(tmp_path):
     assert events.evaluations == [(1, {})]
 
 
-def test_npt_reports_its_matching_error_beside_the_students_loss():
-    (row,) = rows_of(uninterrupted((), "npt"), "evaluation")
-    assert row["matching"] > 0
-    assert row["perplexity"] == pytest.approx(math.exp(row["language_loss"]))
-
-
 def test_samples_are_a_picture_or_a_prompt_and_its_continuation(tmp_path):
     from PIL import Image
 

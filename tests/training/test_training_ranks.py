@@ -14,7 +14,7 @@ from small_runs import config_of, differences, rows_of, state_of
 from oomph.cli.main import run as run_command
 from oomph.errors import UserError
 from oomph.training import evaluation, ranks as ranks_module
-from oomph.training.config.sections import RUN_CONFIG
+from oomph.training.config import RUN_CONFIG
 from oomph.training.data import open_data
 from oomph.training.metrics import Callbacks
 from oomph.training.ranks import Ranks, join_ranks, parallel_of

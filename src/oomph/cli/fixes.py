@@ -133,7 +133,7 @@ def run_verify(
     """Check fixes on the CPU. Exit status 1 if loss or gradients change."""
     from oomph.fixes import uses_of, verify
     from oomph.prediction.isolation import run_isolated
-    from oomph.training.config.sections import is_override
+    from oomph.training.config import is_override
 
     overrides = [word for word in words or () if is_override(word)]
     fixes = [word for word in words or () if not is_override(word)]

@@ -131,7 +131,7 @@ def find_target(options: Options, command: str) -> Options:
 def check_target(target: str, overrides: Sequence[str] = ()) -> None:
     """Raise for mistakes that show before torch is imported, which takes seconds."""
     if is_config(target):
-        from oomph.training.config.sections import check_file, overrides_from_words, parse_override
+        from oomph.training.config import check_file, overrides_from_words, parse_override
 
         check_file(target)
         for word in overrides_from_words(overrides):

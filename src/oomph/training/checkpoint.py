@@ -15,9 +15,9 @@ import json
 import os
 import re
 import shutil
-import threading
 import warnings
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from oomph import __version__
 from oomph.errors import UserError
-from oomph.training.checkpoint_state import flatten, restored, stored_form, tensor_marks, unflatten
+from oomph.training.checkpoint_state import decode, flatten, restored, stored_form
 from oomph.units import MiB, format_bytes
 
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -82,9 +83,8 @@ class Checkpoints:
 
     def __init__(self, folder: str | Path, keep: int = 3) -> None:
         self.folder, self.keep = Path(folder), keep
-        self._host_copy = _HostCopy()
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._stager: DefaultStager | None = None
+        self._pending: Future[None] | None = None  # the last save
         self._corrupt: frozenset[Path] = frozenset()  # found by `latest`
 
     def save(self, step: int, state: dict[str, Any]) -> None:
@@ -101,19 +101,16 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Wait until the last save is on disk; raise its error, once."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
 
     def close(self) -> None:
         """As `wait`; also free the host's copy of the state."""
         try:
             self.wait()
         finally:
-            self._host_copy.free()
+            self._free_host_copy()
 
     def latest(self) -> Checkpoint | None:
         """The newest checkpoint whose files match their hashes; None if there are none."""
@@ -131,12 +128,21 @@ class Checkpoints:
 
     def _save_in_thread(self, step: int, tensors: dict[str, Tensor], text: bytes, needed: int) -> bool:
         """False if the host has no room for a copy of the state."""
+        if self._stager is None:
+            # Pinned in place: torch's pinned allocator rounds up to a power of two.
+            pinned = any(tensor.is_cuda for tensor in tensors.values())
+            options = StagingOptions(pinned, False, use_async_staging=False, use_non_blocking_copy=False)
+            self._stager = DefaultStager(options)
         try:
-            copies, events = self._host_copy.take(tensors)
+            copies: Any = self._stager.stage(tensors)
         except (RuntimeError, MemoryError) as error:
-            if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):
+            texts = ("can't allocate memory", "Pinning memory failed")
+            if isinstance(error, RuntimeError) and not any(text in str(error) for text in texts):
                 raise
-            self._host_copy.free()
+            self._free_host_copy()
+            if torch.cuda.is_initialized():  # the next kernel would report the failure again
+                with contextlib.suppress(RuntimeError):
+                    torch.zeros(1, device="cuda")
             warnings.warn(
                 f"the host has no room for a copy of the state ({format_bytes(needed)}): "
                 "training waits while each checkpoint is written",
@@ -144,18 +150,16 @@ class Checkpoints:
             )
             return False
 
-        def write() -> None:
-            try:
-                for event in events:
-                    event.synchronize()
-                self._write(step, copies, text, needed)
-            except BaseException as error:
-                self._error = error
-
-        # Not a daemon: a program that ends without close() still finishes its last checkpoint.
-        self._thread = threading.Thread(target=write, name=f"checkpoint of step {step}")
-        self._thread.start()
+        # The interpreter waits for the thread: a program that ends without close() has its last checkpoint.
+        executor = ThreadPoolExecutor(1, f"checkpoint of step {step}")
+        self._pending = executor.submit(self._write, step, copies, text, needed)
+        executor.shutdown(wait=False)
         return True
+
+    def _free_host_copy(self) -> None:
+        if self._stager is not None:
+            self._stager.close()
+            self._stager = None
 
     def _write(self, step: int, tensors: dict[str, Tensor], text: bytes, needed: int) -> None:
         partial = self.folder / f".saving-step-{step:08d}"
@@ -391,7 +395,8 @@ def malformed_errors(checkpoint: Checkpoint) -> Iterator[None]:
 
 
 def _load(checkpoint: Checkpoint, structure: Any, into: dict[str, Any]) -> dict[str, Any]:
-    marks = dict(tensor_marks(structure))
+    marks: dict[str, dict[str, Any]] = {}
+    decode(structure, marks.__setitem__)
     stored: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     reader = HuggingFaceStorageReader(str(checkpoint.folder))
     if marks:
@@ -423,7 +428,7 @@ def _load(checkpoint: Checkpoint, structure: Any, into: dict[str, Any]) -> dict[
                 own[name].detach().copy_(tensor)
             tensor = own[name]
         tensors[name] = tensor
-    state = unflatten(structure, tensors)
+    state = decode(structure, lambda name, _: tensors[name])
     if not isinstance(state, dict):
         raise TypeError(f"{STATE} holds no state")
     return state
@@ -461,66 +466,10 @@ def _first_few(names: list[str]) -> str:
 
 
 @contextlib.contextmanager
-def _plain_errors() -> Any:
+def _plain_errors() -> Iterator[None]:
     """Raise what failed inside DCP itself: its CheckpointException is not an Exception."""
     try:
         yield
     except CheckpointException as failed:
         cause = next(iter(failed.failures.values()))[0]
         raise cause from None
-
-
-class _HostCopy:
-    """One host buffer for a copy of the state, so that training continues while a thread writes.
-
-    It is kept from the first save to `free`: a host that had room once must have room at the next save
-    anyway, and new memory would have to be faulted in page by page each time. The GPU needs no extra memory.
-    """
-
-    ALIGNMENT = 64  # bytes, enough for every dtype
-
-    def __init__(self) -> None:
-        self.buffer: Tensor | None = None
-        self.registered = False
-
-    def take(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[torch.cuda.Event]]:
-        """Copies of contiguous tensors; they are complete after the events.
-
-        GPU copies are queued on the current stream, so the next optimizer step runs after them and the host
-        does not wait."""
-        sizes = [-(-tensor.nbytes // self.ALIGNMENT) * self.ALIGNMENT for tensor in tensors.values()]
-        devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
-        buffer = self._allocate(sum(sizes), pinned=bool(devices))
-        copies, offset = {}, 0
-        for (name, tensor), size in zip(tensors.items(), sizes, strict=True):
-            flat = buffer[offset : offset + tensor.nbytes].view(tensor.dtype)
-            copies[name] = flat.view(tensor.shape).copy_(tensor, non_blocking=True)
-            offset += size
-        events = []
-        for device in devices:
-            with torch.cuda.device(device):
-                events.append(torch.cuda.Event())
-                events[-1].record()
-        return copies, events
-
-    def _allocate(self, size: int, pinned: bool) -> Tensor:
-        if self.buffer is None or self.buffer.numel() < size or (pinned and not self.registered):
-            self.free()
-            self.buffer = torch.empty(size, dtype=torch.uint8)
-            if pinned and size:
-                # Page-locked in place: torch's pinned allocator rounds up to a power of two.
-                failed = torch.cuda.cudart().cudaHostRegister(self.buffer.data_ptr(), size, 0)
-                self.registered = int(failed) == 0
-                if not self.registered:
-                    # Copies are slower, but correct. The next kernel would report the failure again.
-                    with contextlib.suppress(RuntimeError):
-                        torch.zeros(1, device="cuda")
-        return self.buffer
-
-    def free(self) -> None:
-        if self.registered and self.buffer is not None:
-            torch.cuda.cudart().cudaHostUnregister(self.buffer.data_ptr())
-        self.buffer, self.registered = None, False
-
-    def __del__(self) -> None:
-        self.free()

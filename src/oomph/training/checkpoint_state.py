@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -94,40 +94,25 @@ class _Flattening:
         return mark
 
 
-def tensor_marks(structure: Any, name: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every tensor of a structure: its position as a dotted name, and its mark."""
+def decode(structure: Any, tensor: Callable[[str, dict[str, Any]], Any], name: str = "") -> Any:
+    """The state again. `tensor` is called with the position of each tensor, as a dotted name, and its mark.
+    Raises KeyError, TypeError, ValueError or RuntimeError for a structure that `flatten` did not make."""
     if isinstance(structure, list):
-        for index, item in enumerate(structure):
-            yield from tensor_marks(item, _joined(name, index))
-    elif isinstance(structure, dict):
-        if "$tensor" in structure:
-            yield name, structure
-        elif "$tuple" in structure:
-            yield from tensor_marks(structure["$tuple"], name)
-        else:
-            for key, item in structure.get("$dict") or structure.items():
-                yield from tensor_marks(item, _joined(name, key))
-
-
-def unflatten(structure: Any, tensors: Mapping[str, Tensor], name: str = "") -> Any:
-    """The state again. `tensors`: by position, see `tensor_marks`. Raises KeyError, TypeError, ValueError or
-    RuntimeError for a structure that `flatten` did not make."""
-    if isinstance(structure, list):
-        return [unflatten(item, tensors, _joined(name, index)) for index, item in enumerate(structure)]
+        return [decode(item, tensor, _joined(name, index)) for index, item in enumerate(structure)]
     if not isinstance(structure, dict):
         return structure
     tag = next(iter(structure), "")
     if tag == "$tensor":
-        return tensors[name]
+        return tensor(name, structure)
     if tag == "$tuple":
-        return tuple(unflatten(structure[tag], tensors, name))
+        return tuple(decode(structure[tag], tensor, name))
     if tag == "$dict":
-        return {key: unflatten(item, tensors, _joined(name, key)) for key, item in structure[tag]}
+        return {key: decode(item, tensor, _joined(name, key)) for key, item in structure[tag]}
     if tag == "$dtype":
         return dtype_of(structure[tag])
     if tag.startswith("$"):
         raise ValueError(f"unknown mark {tag[:40]!r}")
-    return {key: unflatten(item, tensors, _joined(name, key)) for key, item in structure.items()}
+    return {key: decode(item, tensor, _joined(name, key)) for key, item in structure.items()}
 
 
 def stored_form(mark: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, Any]:

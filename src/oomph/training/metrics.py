@@ -50,24 +50,6 @@ class Callbacks:
     def on_message(self, message: str) -> None: ...
 
 
-class Throughput:
-    """Tokens per second since the last report, by the time that the steps themselves took."""
-
-    def __init__(self) -> None:
-        self._tokens, self._seconds, self._rate = 0, 0.0, 0.0
-
-    def add(self, tokens: int, seconds: float) -> None:
-        self._tokens += tokens
-        self._seconds += seconds
-
-    def rate(self) -> float:
-        """A report without new steps repeats the last rate."""
-        if self._seconds > 0:
-            self._rate = self._tokens / self._seconds
-            self._tokens, self._seconds = 0, 0.0
-        return self._rate
-
-
 class MetricsWriter:
     """`metrics.jsonl` and, where it is installed, `tensorboard/` in the run's folder.
 

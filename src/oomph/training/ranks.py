@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -269,35 +269,26 @@ def _run_description(config: TrainConfig | None, device: str, error: UserError |
 def _check_same_run(store: Any, rank: int, size: int, own: dict[str, Any], error: UserError | None) -> None:
     """Raise on the first rank, and end the others, if one has an error, another config or other versions."""
     store.set(f"description {rank}", json.dumps(own))
-    if rank == 0:
-        problem, status = "", ExitStatus.USER_ERROR
-        for other in range(size):
-            try:
-                found = json.loads(store.get(f"description {other}"))
-            except RuntimeError:
-                problem = f"rank {other} did not start within {START_TIMEOUT.total_seconds():.0f} s"
-                break
-            if found.get("error"):
-                problem = found["error"] if other == 0 else f"rank {other}: {found['error']}"
-                status = ExitStatus(found["status"])
-                break
-            different = _first_difference(found, own)
-            if different:
-                problem = f"rank {other} has {different}; start all ranks with the same"
-                break
-        store.set("status", str(int(status)) if problem else "")
-        if problem:
-            with suppress(RuntimeError):  # the store may end with this process
-                store.wait([f"read {other}" for other in range(1, size)], timedelta(seconds=5))
-            raise error or UserError(problem)
-        return
-    try:
-        found = store.get("status")
-        store.set(f"read {rank}", "")
-    except RuntimeError:  # the first rank has ended
-        found = str(int(ExitStatus.USER_ERROR))
-    if found:
-        raise OtherRankFailed(int(found))
+    problem, status = "", ExitStatus.USER_ERROR
+    first: dict[str, Any] = {}
+    for other in range(size):
+        try:
+            found = json.loads(store.get(f"description {other}"))
+        except RuntimeError:  # or the first rank has ended, and the store with it
+            problem = f"rank {other} did not start within {START_TIMEOUT.total_seconds():.0f} s"
+            break
+        first = first or found
+        if found.get("error"):
+            problem = found["error"] if other == 0 else f"rank {other}: {found['error']}"
+            status = ExitStatus(found["status"])
+            break
+        if different := _first_difference(found, first):
+            problem = f"rank {other} has {different}; start all ranks with the same"
+            break
+    if problem and rank == 0:
+        raise error or UserError(problem)
+    if problem:
+        raise OtherRankFailed(int(status))
 
 
 def _first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:

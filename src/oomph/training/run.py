@@ -14,8 +14,16 @@ import torch
 from oomph.errors import UserError
 from oomph.torch_internals import deterministic_algorithms
 from oomph.training.checkpoint import DISK_FULL
-from oomph.training.config import ParallelConfig, TrainConfig, load_dict
-from oomph.training.config.sections import RUN_CONFIG, RUN_LOCK, is_run, read_mapping, to_yaml
+from oomph.training.config import (
+    RUN_CONFIG,
+    RUN_LOCK,
+    ParallelConfig,
+    TrainConfig,
+    is_run,
+    load_dict,
+    read_mapping,
+    to_yaml,
+)
 from oomph.training.data import open_data
 from oomph.training.export import check_export, export, without_duplicates
 from oomph.training.failures import OutOfMemory, is_out_of_memory

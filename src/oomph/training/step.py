@@ -53,10 +53,15 @@ def workload(config: TrainConfig, *, stage: Stage | None = None, most_passes: in
     """
     stage = stage or config.largest_stage
     passes = stage.accumulate if most_passes is None else min(stage.accumulate, most_passes)
-    factory = ModelFactory(config.system, config.form, config.model_config, stage.seq_len)
-    batch, sizes = _batch(config, stage)
+    model, batch_size, seq_len = config.model_config, stage.batch_size, stage.seq_len
+    if seq_len is None:
+        batch = partial(_random_images, model.channels, model.image_size)
+        sizes = {"B": batch_size}
+    else:
+        batch = partial(_random_text, config.data.vocab_size or 1)
+        sizes = {"B": batch_size, "T": seq_len}
     plain = Workload(
-        model=factory,
+        model=partial(SYSTEMS[config.system].build, model, config.form, seq_len),
         batch=batch,
         optimizer=AdamW(config.optimizer),
         dtype=config.training.dtype,
@@ -66,19 +71,6 @@ def workload(config: TrainConfig, *, stage: Stage | None = None, most_passes: in
         deterministic=config.training.deterministic,
     )
     return apply(config.fixes, plain)
-
-
-@dataclass(frozen=True)
-class ModelFactory:
-    """Builds a system's model. seq_len: of the caches that a naive form allocates in advance."""
-
-    system: str
-    form: str
-    config: Any
-    seq_len: int | None = None
-
-    def __call__(self) -> nn.Module:
-        return SYSTEMS[self.system].build(self.config, self.form, self.seq_len)
 
 
 @dataclass(frozen=True)
@@ -117,29 +109,13 @@ class KeepsGradients:
         return optimizer
 
 
-@dataclass(frozen=True)
-class RandomText:
-    vocab_size: int
-
-    def __call__(self, device: torch.device, B: int, T: int) -> dict[str, Tensor]:
-        ids = torch.randint(self.vocab_size, (B, T), device=device)
-        return {"input_ids": ids, "labels": ids.clone()}
+def _random_text(vocab_size: int, device: torch.device, B: int, T: int) -> dict[str, Tensor]:
+    ids = torch.randint(vocab_size, (B, T), device=device)
+    return {"input_ids": ids, "labels": ids.clone()}
 
 
-@dataclass(frozen=True)
-class RandomImages:
-    channels: int
-    size: int
-
-    def __call__(self, device: torch.device, B: int) -> dict[str, Tensor]:
-        return {"images": torch.rand(B, self.channels, self.size, self.size, device=device)}
-
-
-def _batch(config: TrainConfig, stage: Stage) -> tuple[Callable[..., Any], dict[str, int]]:
-    if stage.seq_len is None:
-        shape = config.model_config
-        return RandomImages(shape.channels, shape.image_size), {"B": stage.batch_size}
-    return RandomText(config.data.vocab_size or 1), {"B": stage.batch_size, "T": stage.seq_len}
+def _random_images(channels: int, size: int, device: torch.device, B: int) -> dict[str, Tensor]:
+    return {"images": torch.rand(B, channels, size, size, device=device)}
 
 
 # ------------------------------------------------------------------------------------------------ in training

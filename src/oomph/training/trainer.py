@@ -34,7 +34,7 @@ from oomph.training.failures import (
     memory_in_use,
     save_batches,
 )
-from oomph.training.metrics import Callbacks, MetricsWriter, StepReport, Throughput
+from oomph.training.metrics import Callbacks, MetricsWriter, StepReport
 from oomph.training.ranks import ONE_PROCESS, Ranks
 from oomph.training.step import (
     CudaGraphForwardBackward,
@@ -110,7 +110,8 @@ class Trainer:
         self._skipped = self._skipped_in_a_row = 0
         self._stage: Stage | None = None  # of the last step
         self._not_logged: StepResult | None = None
-        self._throughput = Throughput()
+        self._tokens, self._seconds = 0, 0.0  # since the last report
+        self._tokens_per_second = 0.0
         if self.optimizer_step.in_backward and any(stage.accumulate > 1 for stage in config.stages):
             raise UserError("a stage accumulates, and with updates in backward no gradient is left to add to")
 
@@ -160,7 +161,7 @@ class Trainer:
 
     def start_measuring(self) -> None:
         """Throughput and peak memory count from here."""
-        self._throughput = Throughput()
+        self._tokens, self._seconds = 0, 0.0
         self.results.restart_clock()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -254,7 +255,8 @@ class Trainer:
     def _report_results(self, wait: bool = False) -> None:
         results = self.results.take(wait)
         for result in results:
-            self._throughput.add(sum(map(count_tokens, result.batches)), result.seconds)
+            self._tokens += sum(map(count_tokens, result.batches))
+            self._seconds += result.seconds
             self._log(result)
         for result in results:
             if result.skipped:
@@ -269,13 +271,16 @@ class Trainer:
             self.callbacks.on_progress(result.step, result.loss)
             return
         self._not_logged = None
+        if self._seconds > 0:  # a report without new steps repeats the last rate
+            self._tokens_per_second = self._tokens / self._seconds
+            self._tokens, self._seconds = 0, 0.0
         memory, peak = self._memory()
         report = StepReport(
             step=result.step,
             loss=result.loss,
             learning_rate=self.learning_rates[0] * learning_rate_scale(options, result.step - 1),
             grad_norm=result.grad_norm,
-            tokens_per_second=self._throughput.rate(),
+            tokens_per_second=self._tokens_per_second,
             memory=memory,
             memory_peak=peak,
         )

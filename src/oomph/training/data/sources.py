@@ -27,7 +27,7 @@ from typing import Any, BinaryIO, ClassVar
 from urllib.parse import urlsplit
 
 from oomph.errors import UserError, need
-from oomph.training.config.sections import is_run, nearest
+from oomph.training.config import is_run, nearest
 from oomph.units import KiB, MiB
 
 _HUB_SPLIT = re.compile(r"train-\d+-of-\d+\.parquet")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any, NamedTuple, TypeVar
@@ -143,28 +143,18 @@ class TokenStream:
 def map_ahead(
     function: Callable[[Item], Result], items: Iterable[Item], ahead: int = _CHUNKS_AHEAD
 ) -> Iterator[Result]:
-    """map(function, items) in threads, in order, with up to `ahead` results in progress.
-
-    An error of an item is raised in its turn, after all results before it."""
+    """map(function, items) in threads, in order, with up to `ahead` results in progress."""
     # On Linux the cores that this process may use; one is the training's.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     executor = ThreadPoolExecutor(max(1, min(_MOST_THREADS, cores - 1)))
-    pending: deque[Future[Result]] = deque()
-    source, ended = iter(items), None
     try:
-        while True:
-            while ended is None and len(pending) < ahead:
-                try:
-                    pending.append(executor.submit(function, next(source)))
-                except Exception as error:
-                    ended = error
-            if not pending:
-                break
+        futures = (executor.submit(function, item) for item in items)
+        pending = deque(islice(futures, ahead))
+        while pending:
             yield pending.popleft().result()
+            pending.extend(islice(futures, 1))
     finally:
         executor.shutdown(wait=False, cancel_futures=True)
-    if ended is not None and not isinstance(ended, StopIteration):
-        raise ended
 
 
 class PackedText(IterableDataset[Batch]):

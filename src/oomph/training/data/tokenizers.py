@@ -95,21 +95,25 @@ class Bytes(Tokenizer):
 
 
 class Learned(Tokenizer):
-    """A tokenizer of the `tokenizers` library: words or byte-level BPE."""
+    """A tokenizer of the `tokenizers` library: words, byte-level BPE, or a pretrained model's own.
 
-    def __init__(self, inner: Any, kind: str) -> None:
+    specials: the ids of unk, pad, sos and eos; None: those of tokens with our names."""
+
+    def __init__(self, inner: Any, kind: str, specials: Sequence[int] | None = None) -> None:
         self.kind = kind
-        self._inner = inner
+        self._inner, self._specials = inner, specials
         # Otherwise "<eos>" in a document would end it. The library does not save this setting.
         inner.encode_special_tokens = True
         self.vocab_size = inner.get_vocab_size()
-        ids = inner.get_vocab()
-        if sorted(ids.values()) != list(range(self.vocab_size)):
-            raise ValueError("the ids of its tokens are not consecutive")
-        self.unk, self.pad, self.sos, self.eos = (ids[name] for name in SPECIALS)
+        if specials is None:
+            ids = inner.get_vocab()
+            if sorted(ids.values()) != list(range(self.vocab_size)):
+                raise ValueError("the ids of its tokens are not consecutive")
+            specials = [ids[name] for name in SPECIALS]
+        self.unk, self.pad, self.sos, self.eos = specials
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Learned, (self._inner, self.kind)
+        return Learned, (self._inner, self.kind, self._specials)
 
     def encode_pieces(self, pieces: Sequence[str]) -> list[torch.Tensor]:
         encoded = self._inner.encode_batch_fast(list(pieces), add_special_tokens=False)
@@ -122,22 +126,10 @@ class Learned(Tokenizer):
         return self._inner.to_str(pretty=True)  # type: ignore[no-any-return]
 
 
-class Pretrained(Learned):
-    """A model's own tokenizer. Special tokens that it does not have are its end of text."""
+def pretrained(folder: str | Path) -> Tokenizer:
+    """The tokenizer.json in a folder of Hugging Face weights. config.json names its special tokens.
 
-    def __init__(self, inner: Any, sos: int, eos: int, pad: int) -> None:
-        self.kind = "pretrained"
-        self._inner = inner
-        inner.encode_special_tokens = True
-        self.vocab_size = inner.get_vocab_size()
-        self.sos, self.eos, self.pad, self.unk = sos, eos, pad, eos
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Pretrained, (self._inner, self.sos, self.eos, self.pad)
-
-
-def pretrained(folder: str | Path) -> Pretrained:
-    """The tokenizer.json in a folder of Hugging Face weights; config.json names its special tokens."""
+    Those that it does not have are its end of text."""
     library, path = need("tokenizers", "the model's own tokenizer"), Path(folder) / "tokenizer.json"
     try:
         inner = library.Tokenizer.from_file(str(path))
@@ -147,7 +139,8 @@ def pretrained(folder: str | Path) -> Pretrained:
     ids = [config.get(f"{name}_token_id") for name in ("bos", "eos", "pad")]
     bos, eos, pad = (each[0] if isinstance(each, list) and each else each for each in ids)
     end = next((each for each in (eos, bos, pad) if isinstance(each, int)), 0)
-    return Pretrained(inner, *(each if isinstance(each, int) else end for each in (bos, eos, pad)))
+    pad, sos, eos = (each if isinstance(each, int) else end for each in (pad, bos, eos))
+    return Learned(inner, "pretrained", (eos, pad, sos, eos))
 
 
 def _tensor(numbers: bytearray | array[int], dtype: torch.dtype) -> torch.Tensor:
@@ -247,16 +240,6 @@ def _learn_bpe(vocab_size: int, texts: Iterable[str]) -> Learned:
         initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    errors: list[UserError] = []
-
-    def texts_until_error() -> Iterator[str]:
-        # The library wraps what an iterator raises.
-        try:
-            yield from texts
-        except UserError as error:
-            errors.append(error)
-
-    inner.train_from_iterator(texts_until_error(), trainer=trainer)
-    if errors:
-        raise errors[0]
+    # Read before: the library would wrap what an iterator raises.
+    inner.train_from_iterator(list(texts), trainer=trainer)
     return Learned(inner, "bpe")
