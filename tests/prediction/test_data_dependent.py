@@ -253,6 +253,22 @@ def test_a_one_hot_mask_selects_one_element_of_every_row():
     assert "failed" not in notes_of(program)
 
 
+@pytest.mark.parametrize("size", [1000, 1 << 18])
+@in_process
+def test_elements_that_an_unknown_mask_selects_are_distinct(size):
+    """As samplers of detectors do: choose some of the selected, then make a mask of the chosen."""
+
+    def program():
+        scores = nn.Linear(8, 1, device="cuda")(torch.randn(size, 8, device="cuda"))[:, 0]
+        selected = torch.where(scores > 0)[0]
+        chosen = selected[torch.randperm(selected.numel(), device="cuda")[:64]]
+        mask = torch.zeros_like(scores, dtype=torch.bool)
+        mask[chosen] = True
+        assert torch.where(mask)[0].shape == (64,)
+
+    oomph.predict(program)
+
+
 @in_process
 def test_bounds_beyond_one_select_nearly_all_or_nearly_none_of_unknown_numbers():
     def program():

@@ -936,8 +936,9 @@ class ValueEstimates:
             result = self.data_dependent_result(fake, func.overloadpacket.default, args, options)
             return fake(aten.resize_.default, (kwargs["out"], list(result.shape)), {})
         if func.name() == "torchvision::nms":
-            kept = self._size("torchvision.nms", math.ceil(args[0].shape[0] / 2), args[0].shape[0])
-            return _empty(fake, (kept,), torch.int64)
+            boxes = args[0].shape[0]
+            kept = self._size("torchvision.nms", math.ceil(boxes / 2), boxes)
+            return self._spread_evenly(_empty(fake, (kept,), torch.int64), boxes)
         rule = DATA_DEPENDENT_RESULTS.get(func.overloadpacket)
         if rule is None:
             self._note(
@@ -1017,7 +1018,15 @@ class ValueEstimates:
         rows = self._rows_selected(source)
         # CUDA writes one dimension after the other.
         columns = _empty(fake, (source.dim(), rows), torch.int64)
-        return fake(aten.t.default, (columns,), {})
+        return self._spread_evenly(fake(aten.t.default, (columns,), {}), *source.shape)
+
+    def _spread_evenly(self, indices: torch.Tensor, *shape: int) -> torch.Tensor:
+        """Guess which elements of a tensor of this shape were selected: none twice."""
+        if indices.numel() and _is_small(indices):
+            positions = torch.arange(len(indices)) * math.prod(shape) // len(indices)
+            each = torch.unravel_index(positions, shape)
+            self._values.set(indices, torch.stack(each, 1).view(indices.shape), known=False)
+        return indices
 
     def _index(self, fake: Fake, call: BoundArguments, compute: KnownResults) -> Any:
         """On the host. On the GPU, dispatch.py runs nonzero first."""
