@@ -27,7 +27,6 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from oomph import __version__
 from oomph.errors import UserError
@@ -83,7 +82,7 @@ class Checkpoints:
 
     def __init__(self, folder: str | Path, keep: int = 3) -> None:
         self.folder, self.keep = Path(folder), keep
-        self._stager: DefaultStager | None = None
+        self._host_copy = _HostCopy()
         self._pending: Future[None] | None = None  # the last save
         self._corrupt: frozenset[Path] = frozenset()  # found by `latest`
 
@@ -110,7 +109,7 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            self._free_host_copy()
+            self._host_copy.free()
 
     def latest(self) -> Checkpoint | None:
         """The newest checkpoint whose files match their hashes; None if there are none."""
@@ -128,21 +127,12 @@ class Checkpoints:
 
     def _save_in_thread(self, step: int, tensors: dict[str, Tensor], text: bytes, needed: int) -> bool:
         """False if the host has no room for a copy of the state."""
-        if self._stager is None:
-            # Pinned in place: torch's pinned allocator rounds up to a power of two.
-            pinned = any(tensor.is_cuda for tensor in tensors.values())
-            options = StagingOptions(pinned, False, use_async_staging=False, use_non_blocking_copy=False)
-            self._stager = DefaultStager(options)
         try:
-            copies: Any = self._stager.stage(tensors)
+            copies, events = self._host_copy.take(tensors)
         except (RuntimeError, MemoryError) as error:
-            texts = ("can't allocate memory", "Pinning memory failed")
-            if isinstance(error, RuntimeError) and not any(text in str(error) for text in texts):
+            if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):
                 raise
-            self._free_host_copy()
-            if torch.cuda.is_initialized():  # the next kernel would report the failure again
-                with contextlib.suppress(RuntimeError):
-                    torch.zeros(1, device="cuda")
+            self._host_copy.free()
             warnings.warn(
                 f"the host has no room for a copy of the state ({format_bytes(needed)}): "
                 "training waits while each checkpoint is written",
@@ -150,16 +140,16 @@ class Checkpoints:
             )
             return False
 
+        def write() -> None:
+            for event in events:
+                event.synchronize()
+            self._write(step, copies, text, needed)
+
         # The interpreter waits for the thread: a program that ends without close() has its last checkpoint.
         executor = ThreadPoolExecutor(1, f"checkpoint of step {step}")
-        self._pending = executor.submit(self._write, step, copies, text, needed)
+        self._pending = executor.submit(write)
         executor.shutdown(wait=False)
         return True
-
-    def _free_host_copy(self) -> None:
-        if self._stager is not None:
-            self._stager.close()
-            self._stager = None
 
     def _write(self, step: int, tensors: dict[str, Tensor], text: bytes, needed: int) -> None:
         partial = self.folder / f".saving-step-{step:08d}"
@@ -473,3 +463,59 @@ def _plain_errors() -> Iterator[None]:
     except CheckpointException as failed:
         cause = next(iter(failed.failures.values()))[0]
         raise cause from None
+
+
+class _HostCopy:
+    """One host buffer for a copy of the state, so that training continues while a thread writes.
+
+    It is kept from the first save to `free`: a host that had room once must have room at the next save
+    anyway, and new memory would have to be faulted in page by page each time. The GPU needs no extra memory.
+    """
+
+    ALIGNMENT = 64  # bytes, enough for every dtype
+
+    def __init__(self) -> None:
+        self.buffer: Tensor | None = None
+        self.registered = False
+
+    def take(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[torch.cuda.Event]]:
+        """Copies of contiguous tensors; they are complete after the events.
+
+        GPU copies are queued on the current stream, so the next optimizer step runs after them and the host
+        does not wait."""
+        sizes = [-(-tensor.nbytes // self.ALIGNMENT) * self.ALIGNMENT for tensor in tensors.values()]
+        devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
+        buffer = self._allocate(sum(sizes), pinned=bool(devices))
+        copies, offset = {}, 0
+        for (name, tensor), size in zip(tensors.items(), sizes, strict=True):
+            flat = buffer[offset : offset + tensor.nbytes].view(tensor.dtype)
+            copies[name] = flat.view(tensor.shape).copy_(tensor, non_blocking=True)
+            offset += size
+        events = []
+        for device in devices:
+            with torch.cuda.device(device):
+                events.append(torch.cuda.Event())
+                events[-1].record()
+        return copies, events
+
+    def _allocate(self, size: int, pinned: bool) -> Tensor:
+        if self.buffer is None or self.buffer.numel() < size or (pinned and not self.registered):
+            self.free()
+            self.buffer = torch.empty(size, dtype=torch.uint8)
+            if pinned and size:
+                # Page-locked in place: torch's pinned allocator rounds up to a power of two.
+                failed = torch.cuda.cudart().cudaHostRegister(self.buffer.data_ptr(), size, 0)
+                self.registered = int(failed) == 0
+                if not self.registered:
+                    # Copies are slower, but correct. The next kernel would report the failure again.
+                    with contextlib.suppress(RuntimeError):
+                        torch.zeros(1, device="cuda")
+        return self.buffer
+
+    def free(self) -> None:
+        if self.registered and self.buffer is not None:
+            torch.cuda.cudart().cudaHostUnregister(self.buffer.data_ptr())
+        self.buffer, self.registered = None, False
+
+    def __del__(self) -> None:
+        self.free()
