@@ -170,15 +170,8 @@ class CachingAllocator:
         pool = pools[size > SMALL_REQUEST]
         block = pool.take(size) or self._new_segment(size, pool)
 
-        remainder = block.size - size
-        if remainder > pool.unsplit and size < pool.split_below:
-            following = block.next
-            rest = block.next = Block(block.address + size, remainder, pool, block, following)
-            if following is not None:
-                following.prev = rest
-            block.size = size
-            pool.add(rest)
-
+        if block.size - size > pool.unsplit and size < pool.split_below:
+            pool.add(split(block, size))
         block.allocated = True
         self.allocated += block.size
         if self.allocated > self.peak_allocated:
@@ -294,6 +287,15 @@ def return_to_pool(block: Block) -> Block:
     return block
 
 
+def split(block: Block, size: int) -> Block:
+    """Cut a block after `size` bytes: the rest, which is in no pool yet."""
+    rest = Block(block.address + size, block.size - size, block.pool, block, block.next)
+    if block.next is not None:
+        block.next.prev = rest
+    block.next, block.size = rest, size
+    return rest
+
+
 def absorb_next(block: Block) -> None:
     gone = block.next
     assert gone is not None
@@ -373,9 +375,8 @@ class _Arena(Pool):
         super().__init__(0, max_split)  # split down to 512 bytes, in both pools
         self.page = page
         self.base = base
-        gap = Block(base, _ARENA, self)
-        gap.allocated, gap.mapped = True, False
-        self.gaps = [gap]  # by address
+        self.gaps: list[Block] = []  # by address
+        self._add_gap(Block(base, _ARENA, self))
 
     def find(self, size: int) -> int | None:
         """Of free blocks that can grow, it is what they can grow to that counts for the best fit."""
@@ -406,15 +407,10 @@ class _Arena(Pool):
     def map(self, gap: Block, size: int) -> Block:
         """The first `size` bytes of a gap become a free block, joined with the free blocks next to it."""
         self.gaps.remove(gap)
-        block = Block(gap.address, size, self, gap.prev, gap)
-        self._link(block)
-        gap.address += size
-        gap.size -= size
-        if gap.size:
-            self._add_gap(gap)
-        else:
-            absorb_next(block)
-        return return_to_pool(block)
+        if size < gap.size:
+            self._add_gap(split(gap, size))
+        gap.mapped = True
+        return return_to_pool(gap)
 
     def unmap(self, block: Block) -> tuple[int, int]:
         """Whole pages of a free block become a gap; returns where, and how many bytes."""
@@ -425,17 +421,11 @@ class _Arena(Pool):
             return start, 0
         self.remove(block)
         if block.address < start:
-            rest = Block(start, block.size - (start - block.address), self, block, block.next)
-            block.size = start - block.address
-            self._link(rest)
+            rest = split(block, start - block.address)
             self.add(block)
             block = rest
         if end < block.address + block.size:
-            after = Block(end, block.address + block.size - end, self, block, block.next)
-            block.size = end - block.address
-            self._link(after)
-            self.add(after)
-        block.allocated, block.mapped = True, False
+            self.add(split(block, end - block.address))
         before = block.prev
         if before is not None and not before.mapped:
             self.gaps.remove(before)
@@ -452,13 +442,8 @@ class _Arena(Pool):
         following = block.next
         return block.size + (following.size if following is not None and not following.mapped else 0)
 
-    def _link(self, block: Block) -> None:
-        if block.prev is not None:
-            block.prev.next = block
-        if block.next is not None:
-            block.next.prev = block
-
     def _add_gap(self, gap: Block) -> None:
+        gap.allocated, gap.mapped = True, False
         insort(self.gaps, gap, key=lambda one: one.address)
 
 

@@ -46,23 +46,9 @@ STEPS = 3  # the optimizer's state appears in the first; from the second on, ste
 
 def run_workload(workload: Workload, tracer: Tracer, progress: Progress, steps: int = STEPS) -> None:
     """Build on the host, move to the GPU, then `steps` times forward, backward, update."""
-    with deterministic_algorithms(workload.deterministic):
-        _build_and_step(workload, tracer, progress, steps)
-
-
-def _build_and_step(workload: Workload, tracer: Tracer, progress: Progress, steps: int) -> None:
     allocator_settings(workload.allocator)  # a mistake there is reported before the trace, not after
-    tracer.allocator, tracer.sizes = workload.allocator, workload.sizes or {}
-    progress("building the model", None)
-    model = build_model(workload, tracer)
-    tracer.name_modules(model)
-    if workload.dtype is not None:
-        model.to(workload.dtype)
-    with _process_group(workload, tracer):
-        called = workload.place(model, DEVICE)
-        tracer.label_parameters()
-        model.train()
-        _run_steps(workload, tracer, progress, steps, model, called)
+    with deterministic_algorithms(workload.deterministic), _process_group(workload, tracer):
+        _build_and_step(workload, tracer, progress, steps)
 
 
 @contextlib.contextmanager
@@ -79,18 +65,18 @@ def _process_group(workload: Workload, tracer: Tracer) -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
-def _run_steps(
-    workload: Workload,
-    tracer: Tracer,
-    progress: Progress,
-    steps: int,
-    model: torch.nn.Module,
-    called: torch.nn.Module,
-) -> None:
+def _build_and_step(workload: Workload, tracer: Tracer, progress: Progress, steps: int) -> None:
+    tracer.allocator, tracer.sizes = workload.allocator, workload.sizes or {}
+    progress("building the model", None)
+    model = build_model(workload, tracer)
+    tracer.name_modules(model)
+    if workload.dtype is not None:
+        model.to(workload.dtype)
+    called = workload.place(model, DEVICE)
+    tracer.label_parameters()
+    model.train()
     optimizer = workload.make_optimizer(model)
-    batch = workload.make_batch(DEVICE)
-    tracer.batch = batch
-
+    tracer.batch = batch = workload.make_batch(DEVICE)
     repeated = _RepeatedPasses(tracer, list(model.parameters()))
 
     def step(number: int) -> None:

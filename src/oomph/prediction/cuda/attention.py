@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from oomph.gpus import GPU
+from oomph.prediction.allocator import round_up
 from oomph.prediction.cuda.rules import HOST_OUTPUTS, BoundArguments, program_error, temporaries
 from oomph.torch_internals import deterministic_required, get_sdp_priority_order
 
@@ -107,7 +108,9 @@ def choose_backend(call: AttentionCall, settings: SdpaSettings | None = None) ->
     """The backend CUDA would run, and why those before it in torch's order were passed over."""
     settings = settings or SdpaSettings.current()
     passed_over: list[str] = []
-    for backend in settings.order or _default_order(call, settings):
+    # cuDNN 9.15.1 fixed lengths that are not multiples of 128; before it, torch does not put cuDNN first.
+    cudnn_first = settings.prefer_cudnn and settings.cudnn_version > 91500 and call.capability[0] in (9, 10)
+    for backend in settings.order or (_CUDNN_FIRST_ORDER if cudnn_first else _GENERIC_ORDER):
         objection = _objection(backend, call, settings)
         if objection is None:
             return backend, "; ".join(passed_over) or "first choice on sm_{}{}".format(*call.capability)
@@ -115,12 +118,6 @@ def choose_backend(call: AttentionCall, settings: SdpaSettings | None = None) ->
     raise program_error(
         RuntimeError(f"scaled_dot_product_attention: no backend can run ({'; '.join(passed_over)})")
     )
-
-
-def _default_order(call: AttentionCall, settings: SdpaSettings) -> tuple[Backend, ...]:
-    # cuDNN 9.15.1 fixed lengths that are not multiples of 128; before it, torch does not put cuDNN first.
-    cudnn_first = settings.prefer_cudnn and settings.cudnn_version > 91500 and call.capability[0] in (9, 10)
-    return _CUDNN_FIRST_ORDER if cudnn_first else _GENERIC_ORDER
 
 
 def _objection(backend: Backend, call: AttentionCall, settings: SdpaSettings) -> str | None:
@@ -169,7 +166,9 @@ def _flash_objection(call: AttentionCall, settings: SdpaSettings) -> str | None:
         return "head sizes must be equal and at most 256"
     if not (8, 0) <= call.capability <= (12, 1):
         return "needs sm_80 or later"
-    if call.differentiable and _small_shared_memory(call.capability):
+    # GPUs with 99 KiB of shared memory per block, where flash's widest backward kernels do not fit.
+    is_small = (8, 6) <= call.capability <= (8, 9) or (12, 0) <= call.capability <= (12, 1)
+    if call.differentiable and is_small:
         head = q.shape[-1]
         if 192 < head <= 224 or (head > 224 and call.dropout_p > 0):
             return f"no backward for head size {head} on this GPU"
@@ -178,28 +177,18 @@ def _flash_objection(call: AttentionCall, settings: SdpaSettings) -> str | None:
     return _dtype_objection(call, {torch.float16})
 
 
-def _small_shared_memory(capability: Capability) -> bool:
-    """GPUs with 99 KiB of shared memory per block, where flash's widest backward kernels do not fit."""
-    return (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
-
-
 def _efficient_objection(call: AttentionCall, settings: SdpaSettings) -> str | None:
     q, k, v = call.query, call.key, call.value
     if not (5, 0) <= call.capability <= (12, 1):
         return "unsupported GPU"
-    alignment = _efficient_alignment(q.dtype, call.capability)
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    tensor_cores = call.capability[0] >= 8 or (call.capability[0] == 7 and half)
+    alignment = (8 if half else 4) if tensor_cores else 1
     if q.shape[-1] != k.shape[-1]:
         return "query and key head sizes differ"
     if any(size == 0 or size % alignment for size in (q.shape[-1], v.shape[-1])):
         return f"head size is not a multiple of {alignment}"
     return _dtype_objection(call, {torch.float16, torch.float32})
-
-
-def _efficient_alignment(dtype: torch.dtype, capability: Capability) -> int:
-    half = dtype in (torch.float16, torch.bfloat16)
-    tensor_cores = capability[0] >= 8 or (capability[0] == 7 and half)
-    smallest = 4 if capability[0] >= 8 else 1
-    return max(smallest, 128 // (16 if half else 32)) if tensor_cores else smallest
 
 
 def _cudnn_objection(call: AttentionCall, settings: SdpaSettings) -> str | None:
@@ -354,10 +343,6 @@ _FLOAT = 4
 _CUDNN_HEADER = 256
 
 
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
 def _copy_unless_rows_first(tensor: Tensor) -> int:
     """Bytes of `tensor.transpose(1, 2).contiguous()` for a [B, H, L, D] tensor; 0 when that is already so."""
     order = (0, 2, 1, 3)
@@ -373,7 +358,7 @@ def _copy_unless_rows_first(tensor: Tensor) -> int:
 
 
 def _flash_head(head: int) -> int:
-    return _round_up(head, 32 if head <= 128 else 64)
+    return round_up(head, 32 if head <= 128 else 64)
 
 
 @temporaries(aten._scaled_dot_product_flash_attention.default)
@@ -415,7 +400,7 @@ def _flash_splits(blocks: int, key_length: int, head: int, gpu: GPU) -> int:
 def _flash_backward(call: BoundArguments, gpu: GPU) -> list[int]:
     query, key = call["query"], call["key"]
     batch, heads, length, head = query.shape
-    rows = batch * heads * _round_up(length, 128)
+    rows = batch * heads * round_up(length, 128)
     parts = math.ceil(gpu.multiprocessors / (batch * heads)) if deterministic_required() else 1
     grouped = 0 if key.size(1) == heads else batch * heads * key.size(2) * head * key.element_size()
     return [
@@ -499,9 +484,9 @@ def _efficient_backward(call: BoundArguments, gpu: GPU) -> list[int]:
         elements += blocks * (tile.queries * tile.keys + 4)  # a tile of dq, its lock and counter
     if half and not in_registers:
         parts = _key_splits(batch * heads, key.size(2), tile) if splits_keys else 1
-        widths = _round_up(head, tile.queries) + _round_up(value_head, tile.queries)
+        widths = round_up(head, tile.queries) + round_up(value_head, tile.queries)
         elements += parts * tile.keys * widths
-    events.append(batch * heads * _round_up(elements, 4) * _FLOAT)
+    events.append(batch * heads * round_up(elements, 4) * _FLOAT)
     return events
 
 
@@ -546,15 +531,13 @@ def _cudnn_backward(call: BoundArguments, gpu: GPU) -> list[int]:
         if tensor.size(1) != heads:
             parts.append(batch * heads * tensor.size(2) * tensor.size(3) * tensor.element_size())
     copy = 0 if grad_out.stride(-1) == 1 else grad_out.nbytes
-    return [copy, sum(_round_up(part, 16) for part in parts) + _CUDNN_HEADER]
+    return [copy, sum(round_up(part, 16) for part in parts) + _CUDNN_HEADER]
 
 
-def _cudnn_host_outputs(call: BoundArguments) -> frozenset[int]:
-    """Without a backward to come, no log-sum-exp is made."""
-    return frozenset() if call["compute_log_sumexp"] else frozenset({1})
-
-
-HOST_OUTPUTS[aten._scaled_dot_product_cudnn_attention.default] = _cudnn_host_outputs
+HOST_OUTPUTS[aten._scaled_dot_product_cudnn_attention.default] = (
+    # Without a backward to come, no log-sum-exp is made.
+    lambda call: frozenset() if call["compute_log_sumexp"] else frozenset({1})
+)
 
 
 # Math

@@ -251,7 +251,9 @@ class _Casts:
         def widest(args: tuple[Any, ...]) -> torch.dtype:
             low = found = torch.get_autocast_dtype("cuda")
             tensors = _tensors(arg for arg, skip in zip(args, optional, strict=False) if not skip)
-            for dtype in self._eligible_dtypes(tensors):
+            with disable_torch_function():
+                dtypes = [tensor.dtype for tensor in tensors if self._is_eligible(tensor)]
+            for dtype in dtypes:
                 if torch.float32 in (found, dtype):
                     found = torch.float32
                 elif dtype != low:
@@ -289,10 +291,6 @@ class _Casts:
             self._kept[arg] = copy
             self._copies.append(copy)
         return copy
-
-    def _eligible_dtypes(self, tensors: Iterable[torch.Tensor]) -> list[torch.dtype]:
-        with disable_torch_function():
-            return [tensor.dtype for tensor in tensors if self._is_eligible(tensor)]
 
     def _is_eligible(self, arg: torch.Tensor) -> bool:
         with disable_torch_function():

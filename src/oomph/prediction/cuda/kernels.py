@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from oomph.gpus import GPU
+from oomph.prediction.allocator import round_up
 from oomph.prediction.cuda.rules import (
     NEXT_RESULT,
     BoundArguments,
@@ -719,7 +720,7 @@ _DIGITS = 256  # of a radix pass over eight bits
 
 def _cub_layout(*parts: int) -> int:
     """Each part is aligned; the whole has room to be aligned itself."""
-    return sum(-(-part // _ALIGNED) * _ALIGNED for part in parts) + _ALIGNED - 1
+    return sum(round_up(part, _ALIGNED) for part in parts) + _ALIGNED - 1
 
 
 def radix_sort_bytes(items: int, key: int, value: int, bits: int | None = None) -> int:

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from oomph.gpus import GPU
+from oomph.prediction.allocator import round_up
 from oomph.prediction.cuda import cudnn
 from oomph.prediction.cuda.cudnn import Pass
 from oomph.prediction.cuda.rules import (
@@ -113,19 +114,17 @@ class CublasWorkspaces:
         if any(isinstance(arg, torch.Tensor) and not arg.numel() for arg in args):
             return  # nothing to multiply
         self._hold("cublas workspace", cublas_workspace_bytes(self._tracer.gpu.capability))
-        if func in (aten.addmm.default, aten._addmm_activation.default) and _adds_bias_in_epilogue(*args[:3]):
-            self._hold("cublasLt workspace", _CUBLASLT_BYTES)
+        if func in (aten.addmm.default, aten._addmm_activation.default):
+            bias, left, right = args[:3]
+            # A bias vector is added by cublasLt inside the product, not before it.
+            if bias.dim() == 1 and bias.is_contiguous() and min(*left.shape, *right.shape) > 1:
+                self._hold("cublasLt workspace", _CUBLASLT_BYTES)
 
     def _hold(self, name: str, size: int) -> None:
         key = name, self._tracer.in_autograd_thread(), self._tracer.stream()
         if key not in self._held:
             self._held.add(key)
             self._tracer.record_workspace(size, name)
-
-
-def _adds_bias_in_epilogue(bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> bool:
-    """A bias vector is added by cublasLt inside the product, not before it."""
-    return bias.dim() == 1 and bias.is_contiguous() and min(*left.shape, *right.shape) > 1
 
 
 @temporaries(
@@ -172,7 +171,7 @@ def _grouped_product(fake: Fake, func: OpOverload, args: Sequence[Any], kwargs: 
     elif right.dim() == 2:
         shape = shape[1:]
     alignment = 16 // left.element_size()
-    padded = [*shape[:-1], -(-shape[-1] // alignment) * alignment]
+    padded = [*shape[:-1], round_up(shape[-1], alignment)]
     out = fake(aten.empty.memory_format, (padded,), {"dtype": left.dtype, "device": torch.device("cpu")})
     return out if padded == shape else fake(aten.slice.Tensor, (out, -1, 0, shape[-1]), {})
 
@@ -540,8 +539,8 @@ def _fourier(found: _Convolution, kind: Pass) -> int:
     inputs, outputs = found.batch * found.input.channels, found.batch * found.output.channels
     weights = found.input.channels * found.output.channels
     if kind == "forward":
-        return 2 * spectrum * max(inputs + weights, outputs) + _round_up(found.weight * found.item, 16)
-    return 2 * spectrum * max(inputs + outputs, weights) + _round_up(found.output.bytes, 16)
+        return 2 * spectrum * max(inputs + weights, outputs) + round_up(found.weight * found.item, 16)
+    return 2 * spectrum * max(inputs + outputs, weights) + round_up(found.output.bytes, 16)
 
 
 def _fourier_in_tiles(found: _Convolution) -> int:
@@ -551,7 +550,7 @@ def _fourier_in_tiles(found: _Convolution) -> int:
     image, kernel, copied = found.image, found.kernel_size, 0
     if found.stride > 1:
         steps = found.strides
-        channels, outside = _round_up(channels * math.prod(steps), 8), _round_up(outside, 8)
+        channels, outside = round_up(channels * math.prod(steps), 8), round_up(outside, 8)
         padded = (size + -pad % step for size, pad, step in zip(kernel, found.padding, steps, strict=True))
         kernel = tuple(map(_ceil_div, padded, steps))
         image = tuple(map(_ceil_div, image, steps))
@@ -574,10 +573,6 @@ def _longest_side(found: _Convolution) -> int:
     """Of the padded image, filled up to a power of two."""
     side = max(size + 2 * pad for size, pad in zip(found.image, found.padding, strict=True))
     return max(16, 1 << (side - 1).bit_length())
-
-
-def _round_up(size: int, multiple: int) -> int:
-    return _ceil_div(size, multiple) * multiple
 
 
 def _ceil_div(size: int, by: int) -> int:
@@ -803,10 +798,6 @@ def _views(flat: Tensor, weights: Sequence[Tensor]) -> Iterator[Tensor]:
         start += weight.numel()
 
 
-def _share_storage(weights: Sequence[Tensor]) -> bool:
-    return len({storage_id(weight.untyped_storage()) for weight in weights}) == 1
-
-
 class _CudnnRnn(torch.autograd.Function):
     """The allocations of aten::_cudnn_rnn and its backward, in their order."""
 
@@ -821,7 +812,8 @@ class _CudnnRnn(torch.autograd.Function):
         *weights: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         # Weights that autocast casts, or that are not in one buffer, are copied into one of this call's own.
-        ready = weights[0].dtype == input.dtype and _share_storage(weights)
+        in_one_buffer = len({storage_id(weight.untyped_storage()) for weight in weights}) == 1
+        ready = weights[0].dtype == input.dtype and in_one_buffer
         flat = None if ready else input.new_empty(call.weights)
         x = _steps_first(call, input)
         output = x.new_empty((*x.shape[:-1], call.directions * call.result))
