@@ -1,7 +1,9 @@
 """Models small enough to count by hand, small programs, and questions about their predictions."""
 
+import functools
 import inspect
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -34,6 +36,20 @@ def predict_step(step, width=64):
         return lambda: step(model, x)
 
     return oomph.predict(train, gpu="h200")
+
+
+def in_trace(check=lambda found: True):
+    """Make a test of a program: it is predicted in this process, and `check` holds for the prediction."""
+
+    def decorate(program):
+        @pytest.mark.usefixtures("in_process")
+        @functools.wraps(program)
+        def test(**arguments):
+            assert check(oomph.predict(functools.partial(program, **arguments), gpu="h200"))
+
+        return test
+
+    return decorate
 
 
 def line_of(function, text):

@@ -126,14 +126,6 @@ def test_softmax_answers_in_float32_and_its_gradient_returns_in_the_input_dtype(
     assert a.grad.dtype == bf16
 
 
-def test_other_ops_keep_or_promote_dtypes_as_without_autocast(log):
-    low, wide = torch.randn(8, 8, dtype=bf16), torch.randn(8, 8)
-    with on():
-        assert F.gelu(low).dtype == F.silu(low).dtype == low.mean().dtype == F.relu(low).dtype == bf16
-        assert (low + wide).dtype == (low * wide).dtype == torch.cat([low, wide]).dtype == fp32
-    assert all(func is not aten._to_copy.default or dtype == fp32 for func, _, dtype in log.ops)
-
-
 def test_promoting_ops_take_the_widest_dtype(log):
     low, wide = torch.randn(8, 8, dtype=bf16), torch.randn(8, 8)
     index = torch.zeros(8, 8, dtype=torch.long)
@@ -224,31 +216,6 @@ def test_a_disabled_region_inside_casts_nothing_and_the_outer_one_resumes(log):
         assert (a @ a).dtype == bf16
     assert not torch.is_autocast_enabled("cuda")
     assert (a @ a).dtype == fp32
-
-
-def test_custom_forward_and_backward_follow_the_state_of_the_forward(log):
-    seen = []
-
-    class Product(torch.autograd.Function):
-        @staticmethod
-        @torch.amp.custom_fwd(device_type="cuda")
-        def forward(ctx, a):
-            ctx.save_for_backward(a)
-            return a @ a
-
-        @staticmethod
-        @torch.amp.custom_bwd(device_type="cuda")
-        def backward(ctx, grad):
-            (a,) = ctx.saved_tensors
-            seen.append((a @ a).dtype)
-            return grad.float() @ a.float()
-
-    a = torch.randn(4, 4, requires_grad=True)
-    with on():
-        y = Product.apply(a)
-    y.backward(torch.ones_like(y))
-    assert y.dtype == bf16
-    assert seen == [bf16]
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -363,20 +363,6 @@ def test_transforms_of_torch_func_run_on_the_gpu():
     assert (ROWS, WIDTH) in {each.shape[-2:] for each in prediction.allocations if each.step == STEPS}
 
 
-def test_a_subclass_becomes_a_plain_tensor_again():
-    class Image(torch.Tensor):
-        pass
-
-    def program():
-        image = torch.randn(64, 64, device="cuda").as_subclass(Image)
-        plain = image.as_subclass(torch.Tensor)
-        assert isinstance(image, Image)
-        assert not isinstance(plain, Image)
-        assert plain.is_cuda
-
-    oomph.predict(program)
-
-
 def test_tensors_of_a_class_without_dispatch_are_moved_to_the_gpu():
     """As torchvision's images are, and the noise of BigGAN, which keeps its class by assigning `data`."""
 
@@ -428,17 +414,3 @@ def test_a_parameter_is_swapped_for_a_quantized_one():
         return step
 
     assert left(oomph.predict(program))["parameter"] < 2 * PER_LAYER + 4 * WIDTH
-
-
-class Named(torch.Tensor):
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        return super().__torch_function__(func, types, args, kwargs)
-
-
-def test_a_class_may_leave_functions_without_keywords_to_torch():
-    def train():
-        x = torch.randn(ROWS, WIDTH, device="cuda", requires_grad=True)
-        return lambda: (x.as_subclass(Named) * 2).sum().backward()
-
-    assert oomph.predict(train).peak.allocated > 2 * 4 * ROWS * WIDTH

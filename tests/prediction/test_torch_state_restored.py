@@ -3,10 +3,8 @@
 `oomph.predict` traces in a child process, other functions in their own.
 """
 
-import importlib.util
 import random
 import resource
-import sys
 import threading
 
 import numpy
@@ -20,7 +18,6 @@ from torch.optim import optimizer as optim
 import oomph
 from oomph import ProgramError, gpus
 from oomph.prediction.api import call_on_fake_gpu, trace
-from oomph.prediction.tracer.fake_cuda import Patches
 
 
 def torch_state():
@@ -253,21 +250,3 @@ def test_settings_that_the_program_makes_end_with_the_trace():
     assert torch.get_autocast_dtype("cuda") == torch.float16
     assert torch.autocast_increment_nesting() == 1
     torch.autocast_decrement_nesting()
-
-
-def test_a_watched_library_may_be_missing_and_may_be_looked_up_before_its_import(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    imported = []
-    with Patches() as patches:
-        patches.when_imported("watched_library", lambda: imported.append("watched_library" in sys.modules))
-        with pytest.raises(ModuleNotFoundError, match="watched_library"):
-            importlib.import_module("watched_library")
-        (tmp_path / "watched_library.py").touch()
-        importlib.invalidate_caches()
-        assert importlib.util.find_spec("watched_library") is not None
-        assert imported == []
-        importlib.import_module("watched_library")
-    assert imported == [True]
-    monkeypatch.delitem(sys.modules, "watched_library")
-    importlib.import_module("watched_library")
-    assert imported == [True]  # no longer watched

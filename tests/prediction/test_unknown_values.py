@@ -5,6 +5,7 @@ import linecache
 import pytest
 import torch
 from rich.console import Console
+from small_programs import in_trace, notes_of
 from torch import distributions, nn
 
 import oomph
@@ -63,101 +64,86 @@ def test_checks_of_finite_numbers_pass(check):
     assert oomph.predict(training(check), gpu="h200").peak.allocated == pytest.approx(expected, rel=0.05)
 
 
-@in_process
+@in_trace()
 def test_arguments_of_distributions_are_valid():
-    def program():
-        x = torch.randn(64, 10, device="cuda", requires_grad=True)
-        square = x[:10] @ x[:10].T
-        for one in (
-            distributions.Categorical(logits=x),
-            distributions.Categorical(probs=x.softmax(-1)),
-            distributions.OneHotCategorical(logits=x),
-            distributions.Bernoulli(x.sigmoid()),
-            distributions.Independent(distributions.Normal(x, x.exp()), 1),
-            distributions.Beta(x.exp(), x.exp()),
-            distributions.Dirichlet(x.exp()),
-            distributions.Poisson(x.exp()),
-            distributions.Uniform(x.detach() - 1, x.exp() + 1),
-            distributions.MultivariateNormal(x, torch.eye(10, device="cuda")),
-            distributions.MultivariateNormal(x[:10], square),
-            distributions.MultivariateNormal(x[:10], scale_tril=square.tril()),
-            distributions.TransformedDistribution(
-                distributions.Normal(x, x.exp()), [distributions.TanhTransform()]
-            ),
-        ):
-            one.log_prob(one.sample()).sum()
-        policy = distributions.Categorical(logits=x)
-        (policy.log_prob(policy.sample()).mean() + policy.entropy().mean()).backward()
-
-    oomph.predict(program)
+    x = torch.randn(64, 10, device="cuda", requires_grad=True)
+    square = x[:10] @ x[:10].T
+    for one in (
+        distributions.Categorical(logits=x),
+        distributions.Categorical(probs=x.softmax(-1)),
+        distributions.OneHotCategorical(logits=x),
+        distributions.Bernoulli(x.sigmoid()),
+        distributions.Independent(distributions.Normal(x, x.exp()), 1),
+        distributions.Beta(x.exp(), x.exp()),
+        distributions.Dirichlet(x.exp()),
+        distributions.Poisson(x.exp()),
+        distributions.Uniform(x.detach() - 1, x.exp() + 1),
+        distributions.MultivariateNormal(x, torch.eye(10, device="cuda")),
+        distributions.MultivariateNormal(x[:10], square),
+        distributions.MultivariateNormal(x[:10], scale_tril=square.tril()),
+        distributions.TransformedDistribution(
+            distributions.Normal(x, x.exp()), [distributions.TanhTransform()]
+        ),
+    ):
+        one.log_prob(one.sample()).sum()
+    policy = distributions.Categorical(logits=x)
+    (policy.log_prob(policy.sample()).mean() + policy.entropy().mean()).backward()
 
 
 @pytest.mark.parametrize("size", [8, 1024])
-@in_process
+@in_trace()
 def test_a_matrix_has_a_cholesky_factor(size):
-    def program():
-        x = torch.randn(size, size, device="cuda", requires_grad=True)
-        factor, info = torch.linalg.cholesky_ex(x @ x.T)
-        if torch.any(info):
-            raise ValueError("the matrix is not positive definite")
-        factor.sum().backward()
-
-    oomph.predict(program)
+    x = torch.randn(size, size, device="cuda", requires_grad=True)
+    factor, info = torch.linalg.cholesky_ex(x @ x.T)
+    if torch.any(info):
+        raise ValueError("the matrix is not positive definite")
+    factor.sum().backward()
 
 
-@in_process
+@in_trace()
 def test_boxes_are_valid_and_probabilities_add_up():
-    def program():
-        x = torch.randn(8, 100, 4, device="cuda").sigmoid()
-        center, size = x.split(2, -1)
-        boxes = torch.cat([center - size / 2, center + size / 2], -1)
-        assert (boxes[..., 2:] >= boxes[..., :2]).all()
-        probabilities = x.softmax(-1)
-        assert torch.allclose(probabilities.sum(-1), torch.ones(8, 100, device="cuda"))
-        assert ((probabilities.sum(-1) - 1).abs() < 1e-5).all()
-        assert torch.equal(x, x.clone())
-        assert x.min() >= 0
-        assert x.max() <= 1
-        assert 0 < x.cpu().numpy().max() <= 1
-
-    oomph.predict(program)
+    x = torch.randn(8, 100, 4, device="cuda").sigmoid()
+    center, size = x.split(2, -1)
+    boxes = torch.cat([center - size / 2, center + size / 2], -1)
+    assert (boxes[..., 2:] >= boxes[..., :2]).all()
+    probabilities = x.softmax(-1)
+    assert torch.allclose(probabilities.sum(-1), torch.ones(8, 100, device="cuda"))
+    assert ((probabilities.sum(-1) - 1).abs() < 1e-5).all()
+    assert torch.equal(x, x.clone())
+    assert x.min() >= 0
+    assert x.max() <= 1
+    assert 0 < x.cpu().numpy().max() <= 1
 
 
-@in_process
+@in_trace()
 def test_ids_are_followed_through_slices():
-    def program():
-        ids = torch.full((2, 8), 7, device="cuda")
-        for position in range(1, 8):
-            ids[:, position] = torch.randn(2, 50, device="cuda").argmax(-1)
-        assert ids[:, 0].tolist() == [7, 7]
-        assert (ids[:, 1:] >= 25).all()
-        assert not (ids == 2).any()
-        weights = torch.zeros(8, device="cuda")
-        weights[2:4] = 0.5
-        assert weights.sum() == 1
-        assert weights[2:6].tolist() == [0.5, 0.5, 0, 0]
-        assert weights.nonzero().flatten().tolist() == [2, 3]
-        weights[0] = torch.randn((), device="cuda")
-        assert weights.sum() > 0
-
-    oomph.predict(program)
+    ids = torch.full((2, 8), 7, device="cuda")
+    for position in range(1, 8):
+        ids[:, position] = torch.randn(2, 50, device="cuda").argmax(-1)
+    assert ids[:, 0].tolist() == [7, 7]
+    assert (ids[:, 1:] >= 25).all()
+    assert not (ids == 2).any()
+    weights = torch.zeros(8, device="cuda")
+    weights[2:4] = 0.5
+    assert weights.sum() == 1
+    assert weights[2:6].tolist() == [0.5, 0.5, 0, 0]
+    assert weights.nonzero().flatten().tolist() == [2, 3]
+    weights[0] = torch.randn((), device="cuda")
+    assert weights.sum() > 0
 
 
-@in_process
+@in_trace(lambda found: found.assumptions == ())
 def test_generation_with_an_end_token_stops_at_its_length():
-    def program():
-        head = torch.randn(64, 100, device="cuda", requires_grad=True)
-        ids = torch.zeros(4, 1, dtype=torch.long, device="cuda")
-        unfinished = torch.ones(4, dtype=torch.long, device="cuda")
-        while unfinished.max() != 0:
-            new = (head[ids[:, -1] % 64] * 2).argmax(-1)
-            ids = torch.cat([ids, (new * unfinished)[:, None]], -1)
-            full = torch.full((4,), ids.shape[1] >= 20, device="cuda", dtype=torch.bool)
-            unfinished = unfinished & ~(torch.isin(ids[:, -1], torch.tensor([1, 2], device="cuda")) | full)
-        assert ids.shape == (4, 20)
-        head.sum().backward()
-
-    assert oomph.predict(program).assumptions == ()
+    head = torch.randn(64, 100, device="cuda", requires_grad=True)
+    ids = torch.zeros(4, 1, dtype=torch.long, device="cuda")
+    unfinished = torch.ones(4, dtype=torch.long, device="cuda")
+    while unfinished.max() != 0:
+        new = (head[ids[:, -1] % 64] * 2).argmax(-1)
+        ids = torch.cat([ids, (new * unfinished)[:, None]], -1)
+        full = torch.full((4,), ids.shape[1] >= 20, device="cuda", dtype=torch.bool)
+        unfinished = unfinished & ~(torch.isin(ids[:, -1], torch.tensor([1, 2], device="cuda")) | full)
+    assert ids.shape == (4, 20)
+    head.sum().backward()
 
 
 def endless_while():
@@ -251,38 +237,6 @@ def test_a_function_that_trains_without_end_is_stopped():
     assert any(" was stopped after " in note.text for note in stopped.notes)
 
 
-def test_it_is_stopped_where_another_optimizer_steps_no_more():
-    def training():
-        first = nn.Linear(16, 16).cuda()
-        first(torch.ones(4, 16, device="cuda")).sum().backward()
-        optimizer = torch.optim.SGD(first.parameters())
-        optimizer.step()
-        own_loop(10**9, layers=1)
-
-    assert any(" was stopped after " in note.text for note in oomph.predict(training, gpu="h200").notes)
-
-
-@in_process
-def test_the_time_of_an_own_loop_is_that_of_a_step():
-    def returned():
-        model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(40))).cuda()
-        optimizer = torch.optim.Adam(model.parameters())
-
-        def step():
-            model(torch.ones(16, 256, device="cuda")).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return step
-
-    once, often, as_step = (
-        oomph.predict(each, gpu="h200").step_seconds
-        for each in (lambda: own_loop(3, layers=40), lambda: own_loop(5, layers=40), returned)
-    )
-    assert once == pytest.approx(often, rel=0.01)
-    assert once == pytest.approx(as_step, rel=0.01)
-
-
 def test_optimizers_of_single_parameters_are_no_loop_without_end():
     found = oomph.predict(lambda: own_loop(2, optimizers=60), gpu="h200")
     assert not any(" was stopped after " in note.text for note in found.notes)
@@ -301,27 +255,21 @@ def test_truncated_normals_are_drawn_once():
     assert "condition" not in notes
 
 
-@in_process
+@in_trace(lambda found: found.assumptions == ())
 def test_evenly_spaced_numbers_are_known():
-    def program():
-        times = torch.linspace(0, 1, 20, device="cuda")
-        assert (times[1:] > times[:-1]).all()
-        assert times[-1].item() == 1
-        times.requires_grad_().sum().backward()
-
-    assert oomph.predict(program).assumptions == ()
+    times = torch.linspace(0, 1, 20, device="cuda")
+    assert (times[1:] > times[:-1]).all()
+    assert times[-1].item() == 1
+    times.requires_grad_().sum().backward()
 
 
-@in_process
+@in_trace(lambda found: found.assumptions == ())
 def test_a_condition_that_is_asked_often_but_ends_no_loop_keeps_its_answer():
-    def program():
-        x = torch.randn(64, device="cuda", requires_grad=True)
-        for _ in range(120):
-            if x.sum() < 0:
-                raise ValueError("negative")
-        x.sum().backward()
-
-    assert oomph.predict(program).assumptions == ()
+    x = torch.randn(64, device="cuda", requires_grad=True)
+    for _ in range(120):
+        if x.sum() < 0:
+            raise ValueError("negative")
+    x.sum().backward()
 
 
 def test_after_a_failure_the_last_condition_gets_the_other_answer():
@@ -535,18 +483,15 @@ def test_a_loop_that_a_guess_ends_gives_an_interval_of_rounds():
     assert "while (time < 1)" in linecache.getline(assumed.site.file, assumed.site.line)
 
 
-@in_process
+@in_trace(lambda found: "failed" not in notes_of(found))
 def test_a_loop_may_compare_with_a_number_that_it_computes():
-    def program():
-        x, time = torch.randn(512, 512, device="cuda", requires_grad=True), torch.zeros((), device="cuda")
-        step = torch.rand((), device="cuda")
-        while time < 1 - step * 0.1:
-            x = x.tanh()
-            step = x.detach().abs().mean()
-            time = time + step
-        x.sum().backward()
-
-    assert not any("failed" in note.text for note in oomph.predict(program).notes)
+    x, time = torch.randn(512, 512, device="cuda", requires_grad=True), torch.zeros((), device="cuda")
+    step = torch.rand((), device="cuda")
+    while time < 1 - step * 0.1:
+        x = x.tanh()
+        step = x.detach().abs().mean()
+        time = time + step
+    x.sum().backward()
 
 
 @pytest.mark.parametrize("bounds", [(0, 0), (0, 2), (2, 0), (2, 2)])
@@ -611,19 +556,16 @@ def test_a_loop_is_not_left_at_once_where_it_runs_again():
     assert rounds == [100, 100]
 
 
-@in_process
+@in_trace()
 def test_a_line_with_two_conditions_is_not_answered_for_the_wrong_one():
-    def program():
-        x, rounds = torch.randn(512, 512, device="cuda", requires_grad=True), 0
-        while rounds < 20:
-            x, rounds = x.tanh(), rounds + 1
-            large = x.detach().abs().mean() > 0.5
-            if not large and rounds > 2:
-                break
-        assert rounds == 20
-        x.sum().backward()
-
-    oomph.predict(program)
+    x, rounds = torch.randn(512, 512, device="cuda", requires_grad=True), 0
+    while rounds < 20:
+        x, rounds = x.tanh(), rounds + 1
+        large = x.detach().abs().mean() > 0.5
+        if not large and rounds > 2:
+            break
+    assert rounds == 20
+    x.sum().backward()
 
 
 class _Checked(nn.Module):
