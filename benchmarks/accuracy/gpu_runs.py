@@ -103,22 +103,12 @@ def measure_here(name: str, entry: Entry, lock: Path | None, limit: int) -> int:
 def oplog_here(entry: Entry, out: Path, steps: int) -> int:
     """Write the op log of the workload's first steps on the GPU."""
     from benchmarks.accuracy.divergence import write_rows
-    from oomph.measurement.measure import CudaMeter, Moment, cuda_device, empty_caches, observe
-    from oomph.measurement.oplog import record_ops
+    from oomph.measurement.measure import measured_ops
 
-    target = prepared(entry.target)
-    device = cuda_device("cuda")
-    empty_caches()
-    started = time.perf_counter()
-    with record_ops() as log:
-
-        def listen(step: int, moment: Moment) -> None:
-            log.phase = "setup" if step == 0 else f"step {step} {moment}".removesuffix(" begin")
-
-        observe(target, device, steps, CudaMeter(device), listen)
+    rows = measured_ops(prepared(entry.target), steps)
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_rows(out, log.rows)
-    print(f"{len(log.rows)} ops in {time.perf_counter() - started:.1f} s: {out}")
+    write_rows(out, rows)
+    print(f"{len(rows)} ops: {out}")
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -375,12 +376,12 @@ class Prediction:
 
     def by_module(self) -> list[tuple[str, int]]:
         """Bytes at the peak per module path, largest first."""
-        return _largest(_sum((alive.allocation.module, alive.bytes) for alive in self.at_peak))
+        return _sum((alive.allocation.module, alive.bytes) for alive in self.at_peak).most_common()
 
     def by_line(self) -> list[tuple[Site, int]]:
         """Bytes at the peak per source line, largest first."""
         totals = _sum((alive.allocation.site, alive.bytes) for alive in self.at_peak)
-        return [(site, size) for site, size in _largest(totals) if site is not None]
+        return [(site, size) for site, size in totals.most_common() if site is not None]
 
 
 _ROWS: dict[str, Any] = {"timeline": Moment, "events": Event, "allocations": Allocation}
@@ -561,12 +562,8 @@ class Change:
     what: str
 
 
-def _sum(pairs: Iterable[tuple[K, int]]) -> dict[K, int]:
-    totals: dict[K, int] = {}
+def _sum(pairs: Iterable[tuple[K, int]]) -> Counter[K]:
+    totals: Counter[K] = Counter()
     for key, size in pairs:
-        totals[key] = totals.get(key, 0) + size
+        totals[key] += size
     return totals
-
-
-def _largest(totals: dict[K, int]) -> list[tuple[K, int]]:
-    return sorted(totals.items(), key=lambda item: -item[1])

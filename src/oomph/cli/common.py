@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -50,6 +51,11 @@ def write_stdout(text: str) -> None:
         _redirect_to_devnull(sys.stdout)
         if not isinstance(error, BrokenPipeError):
             raise UserError(f"stdout cannot be written: {error.strerror}") from error
+
+
+def write_json(found: Mapping[str, Any]) -> None:
+    """The one object that `--json` prints."""
+    write_stdout(json.dumps(found, allow_nan=False) + "\n")
 
 
 def open_missing_streams() -> None:
@@ -194,6 +200,13 @@ def progress_display(console: Console, delay: float = PROGRESS_DELAY_S) -> Itera
             yield report
     finally:
         progress.stop()
+
+
+@contextmanager
+def program_output() -> Iterator[Progress]:
+    """What the program prints goes to stderr, and so does progress, whose bar wraps that output."""
+    with stdout_to_stderr(), progress_display(Console(stderr=True)) as report:
+        yield report
 
 
 def load_torch() -> None:

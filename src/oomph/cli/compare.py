@@ -9,7 +9,14 @@ from typing import Annotated
 import typer
 
 from oomph import units
-from oomph.cli.common import Html, Json, check_output_file, write_page, write_stdout
+from oomph.cli.common import (
+    Html,
+    Json,
+    check_output_file,
+    write_json,
+    write_page,
+    write_stdout,
+)
 from oomph.errors import ExitStatus, UserError
 from oomph.records import Prediction
 from oomph.report.as_json import prediction_from_json, prediction_to_json
@@ -36,7 +43,7 @@ def run_compare(
     old, new = read_prediction(before), read_prediction(after)
     most = old.peak.reserved + _growth_allowed(tolerance, old.peak.reserved)
     if as_json:
-        write_stdout(json.dumps(comparison_to_json(old, new), allow_nan=False) + "\n")
+        write_json(comparison_to_json(old, new))
     else:
         write_stdout(comparison_text(old, new, report_console()))
     if html is not None:
@@ -74,7 +81,7 @@ def run_explain(
     check_output_file("--html", html, "report.html")
     prediction = read_prediction(file)
     if as_json:
-        write_stdout(json.dumps(prediction_to_json(prediction), allow_nan=False) + "\n")
+        write_json(prediction_to_json(prediction))
     else:
         write_stdout(report_text(prediction, report_console()))
     if html is not None:

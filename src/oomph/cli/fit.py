@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from oomph import gpus, units
 from oomph.cli.common import (
@@ -18,8 +16,8 @@ from oomph.cli.common import (
     Json,
     check_output_file,
     load_torch,
-    progress_display,
-    stdout_to_stderr,
+    program_output,
+    write_json,
     write_page,
     write_stdout,
 )
@@ -97,7 +95,7 @@ def run_fit(given: FitOptions) -> ExitStatus:
 
     largest: dict[str, Any] = {}
     trials: Any = ()
-    with stdout_to_stderr(), progress_display(Console(stderr=True)) as report:
+    with program_output() as report:
         if options.is_script:
             plan = search(options.script(options.steps), max=options.max, progress=report)
         else:
@@ -122,7 +120,7 @@ def run_fit(given: FitOptions) -> ExitStatus:
             found["ranks"] = [{**one._asdict(), "peak": asdict(one.peak)} for one in trials]
         if cards:
             found["gpus"] = [{"gpu": name, "before": before, "after": after} for name, before, after in cards]
-        write_stdout(json.dumps(found, allow_nan=False) + "\n")
+        write_json(found)
     else:
         write_stdout(plan_text(plan, report_console(), options.typed, options.plan, largest, cards))
         write_stdout(ranks_text(trials, plan.gpu_title))

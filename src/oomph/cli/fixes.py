@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import sys
@@ -11,10 +10,16 @@ from importlib.util import find_spec
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from oomph import gpus
-from oomph.cli.common import Allow, Json, load_torch, progress_display, stdout_to_stderr, write_stdout
+from oomph.cli.common import (
+    Allow,
+    Json,
+    load_torch,
+    program_output,
+    write_json,
+    write_stdout,
+)
 from oomph.cli.targets import (
     StepOptions,
     allocator_limit,
@@ -79,14 +84,14 @@ def run_fixes(given: FixesOptions) -> int:
             prediction = predict(workload, gpu=card, max=limit, progress=progress, search=False)
             return prediction, propose(prediction, workload, kinds=kinds, only=only, progress=progress)
 
-    with stdout_to_stderr(), progress_display(Console(stderr=True)) as report:
+    with program_output() as report:
         if options.is_script:
             script, limit = options.script(options.steps), allocator_limit(options, options.max)
             prediction, proposals = propose_for_program(script, card, limit, kinds, only, report)
         else:
             prediction, proposals = run_isolated(run, report)
     if options.json:
-        write_stdout(json.dumps(proposals_to_json(prediction, proposals), allow_nan=False) + "\n")
+        write_json(proposals_to_json(prediction, proposals))
     else:
         if options.is_script:
             kinds = (*kinds, "precision", "training")  # a script has no fixes of these kinds
@@ -111,7 +116,7 @@ def _list_all(as_json: bool) -> int:
 
     if as_json:
         rows = [{"fix": fix.name, "kind": fix.kind, "changes": fix.changes} for fix in all_fixes()]
-        write_stdout(json.dumps({"schema": 1, "fixes": rows}) + "\n")
+        write_json({"schema": 1, "fixes": rows})
     else:
         rows_of_text = [(fix.name, fix.kind, fix.changes) for fix in all_fixes()]
         write_stdout(all_fixes_text(rows_of_text, report_console()))
@@ -146,10 +151,10 @@ def run_verify(
         with open_target(target, overrides) as opened:
             return verify(uses, workload_of(opened, target), sizes=parsed, progress=progress)
 
-    with stdout_to_stderr(), progress_display(Console(stderr=True)) as report:
+    with program_output() as report:
         found = run_isolated(run, report)
     if as_json:
-        write_stdout(json.dumps(verification_to_json(found), allow_nan=False) + "\n")
+        write_json(verification_to_json(found))
     else:
         write_stdout(verification_text(found))
     return VERIFIED if found.holds else DIFFERS

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from rich.text import Text
 
 from oomph import gpus
-from oomph.cli.common import Json, write_stdout
+from oomph.cli.common import Json, write_json, write_stdout
 from oomph.report.terminal import columns, report_console, strip_lines
 from oomph.units import format_bytes
 
@@ -17,7 +16,7 @@ def run_gpus(as_json: Json = False) -> int:
     """List the GPUs that --gpu accepts by name."""
     cards = gpus.catalogue()
     if as_json:
-        write_stdout(json.dumps({"schema": 1, "gpus": [_card(card) for card in cards]}) + "\n")
+        write_json({"schema": 1, "gpus": [_card(card) for card in cards]})
     else:
         write_stdout(_table(list(cards)))
     return 0

@@ -14,15 +14,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from oomph import gpus
 from oomph.cli.common import (
     Html,
     Json,
     fix_words,
-    progress_display,
-    stdout_to_stderr,
+    program_output,
+    write_json,
     write_page,
     write_stdout,
 )
@@ -80,7 +79,7 @@ def run_measure(given: MeasureOptions) -> ExitStatus:
         for (title, case), prediction in zip(cases.items(), predictions, strict=True)
     ]
     if options.json:
-        write_stdout(json.dumps(measurement_to_json(found), allow_nan=False) + "\n")
+        write_json(measurement_to_json(found))
     else:
         write_stdout(measurement_text(found, report_console()))
     if options.html is not None:
@@ -137,7 +136,7 @@ def _op_differences(options: PredictOptions) -> tuple[OpDifference, ...]:
         measured = _in_fresh_process(options, ops=True)
         if not isinstance(measured, list):
             return ()
-        with stdout_to_stderr(), progress_display(Console(stderr=True)) as report:
+        with program_output() as report:
             return op_differences(measured, run_isolated(partial(run_silently, predicted), report))
     except OomphError as error:  # programs may behave differently where each op is recorded
         print(
@@ -264,7 +263,7 @@ def _in_fresh_process(options: PredictOptions, ops: bool) -> Any:
     """A Measurement, or rows of ops; a text where it ran out of memory."""
     from oomph.prediction.isolation import run_in_new_interpreter
 
-    with stdout_to_stderr(), progress_display(Console(stderr=True)) as report:
+    with program_output() as report:
         return run_in_new_interpreter(_measured, report, options, ops)
 
 
@@ -287,22 +286,10 @@ def _measured(options: PredictOptions, ops: bool, progress: Progress) -> Any:
 
 
 def _measured_workload(options: PredictOptions, ops: bool) -> Any:
-    from oomph.measurement import measure
-    from oomph.measurement.measure import CudaMeter, cuda_device, empty_caches, observe
-    from oomph.measurement.oplog import record_ops
+    from oomph.measurement.measure import measure, measured_ops
 
     with _opened(options) as target:
-        if not ops:
-            return measure(target, steps=_STEPS)
-        device = cuda_device("cuda")
-        empty_caches()
-        with record_ops() as log:
-
-            def listen(step: int, moment: str) -> None:
-                log.phase = "setup" if step == 0 else f"step {step} {moment}".removesuffix(" begin")
-
-            observe(target, device, _RECORDED_STEPS, CudaMeter(device), listen)
-        return log.rows
+        return measured_ops(target, _RECORDED_STEPS) if ops else measure(target, steps=_STEPS)
 
 
 @contextmanager

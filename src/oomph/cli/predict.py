@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -22,8 +21,9 @@ from oomph.cli.common import (
     check_output_file,
     fix_words,
     load_torch,
+    program_output,
     progress_display,
-    stdout_to_stderr,
+    write_json,
     write_page,
     write_stdout,
 )
@@ -130,7 +130,7 @@ def run_predict(given: PredictOptions) -> ExitStatus:
         found = prediction_to_json(prediction)
         if stages is not None:
             found["forward_stages"] = stage_table_to_json(stages)
-        write_stdout(json.dumps(found, allow_nan=False) + "\n")
+        write_json(found)
     else:
         text = report_text(prediction, report_console())
         table = stage_table_text(stages, report_console()) if stages is not None else ""
@@ -154,7 +154,7 @@ def run_diagnose(given: DiagnoseOptions) -> ExitStatus:
     )
     diagnosis = _with_applicable_fixes(diagnosis, options)
     if options.json:
-        write_stdout(json.dumps(diagnosis_to_json(diagnosis), allow_nan=False) + "\n")
+        write_json(diagnosis_to_json(diagnosis))
     else:
         text = diagnosis_text(diagnosis, report_console())
         write_stdout(text + next_step(options, diagnosis.prediction))
@@ -276,7 +276,7 @@ def predict_target(
             return predict(target, max=allocator_limit(options, options.max), steps=steps)
 
     # The program's own output goes to stderr; the progress bar comes second, so that it wraps that output.
-    with stdout_to_stderr(), progress_display(Console(stderr=True)) as report:
+    with program_output() as report:
         return predict_isolated(partial(run_silently, run) if silent else run, report, options.allow)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from oomph.cli.common import Json, progress_display, stdout_to_stderr, write_stdout
+from oomph.cli.common import (
+    Json,
+    progress_display,
+    stdout_to_stderr,
+    write_json,
+    write_stdout,
+)
 from oomph.errors import ExitStatus, OomphError, ProgramError, warn_deprecated
 from oomph.records import Prediction, Progress, Site
 from oomph.report.systems import ClaimLine, FormLine, ReportLines, SystemLines, report_text, systems_text
@@ -131,7 +136,7 @@ def _lines(system: System) -> SystemLines:
 def _write_json(content: dict[str, Any], old_keys: bool) -> None:
     if old_keys:
         content = _renamed(content)
-    write_stdout(json.dumps({"schema": 1, **content}) + "\n")
+    write_json({"schema": 1, **content})
 
 
 def _renamed(content: Any) -> Any:

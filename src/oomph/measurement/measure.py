@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from oomph.errors import UserError
+from oomph.measurement.oplog import OpRow, record_ops
 from oomph.records import Measurement, Peak, StepPeak
 from oomph.torch_internals import clear_cublas_workspaces, deterministic_algorithms, init_fake_process_group
 from oomph.units import counted
@@ -141,54 +142,55 @@ def observe(
     return readings
 
 
+def measured_ops(target: Target, steps: int) -> list[OpRow]:
+    """The log of every op of the steps, each with the step and moment as its phase."""
+    device = cuda_device("cuda")
+    empty_caches()
+    with record_ops() as log:
+
+        def listen(step: int, moment: Moment) -> None:
+            log.phase = "setup" if step == 0 else f"step {step} {moment}".removesuffix(" begin")
+
+        observe(target, device, steps, CudaMeter(device), listen)
+    return log.rows
+
+
 def run_steps(target: Target, device: torch.device, steps: int, on_moment: Listener) -> None:
     """The steps that a Workload (or a function) stands for, announcing each moment before it begins."""
     torch.manual_seed(0)  # routing and dropout in mixture-of-experts models decide shapes
     on_moment(0, "setup")
-    if isinstance(target, Workload):
-        _run_workload(target, device, steps, on_moment)
+    step = target if isinstance(target, Workload) else target()
+    if isinstance(step, Workload):
+        _run_workload(step, device, steps, on_moment)
+    elif not callable(step) or isinstance(step, torch.nn.Module):
+        on_moment(1, "end")  # the call itself was the whole run
     else:
-        _run_function(target, device, steps, on_moment)
+        for number in range(1, steps + 1):
+            on_moment(number, "begin")
+            step()
+            on_moment(number, "end")
 
 
 def _run_workload(workload: Workload, device: torch.device, steps: int, on_moment: Listener) -> None:
-    with deterministic_algorithms(workload.deterministic):
-        _build_and_step(workload, device, steps, on_moment)
-
-
-def _build_and_step(workload: Workload, device: torch.device, steps: int, on_moment: Listener) -> None:
     if workload.parallel is not None and not torch.distributed.is_initialized():
         init_fake_process_group(workload.parallel.ranks)  # the memory of one rank is real, its traffic is not
-    model, optimizer = workload.build(device)
-    batch = workload.make_batch(device)
-    for step in range(1, steps + 1):
-        on_moment(step, "begin")
-        for part, factor in workload.passes(batch):
-            on_moment(step, "forward")
-            with workload.autocast_context(device):
-                # `loss` outlives its step, as it does in a plain training loop.
-                loss = workload.loss(model, part)
-            on_moment(step, "backward")
-            workload.scaled(loss, factor).backward()
-        if optimizer is not None:
-            on_moment(step, "optimizer")
-            optimizer.step()
-            optimizer.zero_grad()
-        on_moment(step, "end")
-
-
-def _run_function(function: Callable[[], Any], device: torch.device, steps: int, on_moment: Listener) -> None:
-    step = function()
-    if isinstance(step, Workload):
-        return _run_workload(step, device, steps, on_moment)
-    if not callable(step) or isinstance(step, torch.nn.Module):
-        on_moment(1, "end")  # the call itself was the whole run
-        return None
-    for number in range(1, steps + 1):
-        on_moment(number, "begin")
-        step()
-        on_moment(number, "end")
-    return None
+    with deterministic_algorithms(workload.deterministic):
+        model, optimizer = workload.build(device)
+        batch = workload.make_batch(device)
+        for step in range(1, steps + 1):
+            on_moment(step, "begin")
+            for part, factor in workload.passes(batch):
+                on_moment(step, "forward")
+                with workload.autocast_context(device):
+                    # `loss` outlives its step, as it does in a plain training loop.
+                    loss = workload.loss(model, part)
+                on_moment(step, "backward")
+                workload.scaled(loss, factor).backward()
+            if optimizer is not None:
+                on_moment(step, "optimizer")
+                optimizer.step()
+                optimizer.zero_grad()
+            on_moment(step, "end")
 
 
 def summarise(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +21,7 @@ def prediction_to_json(prediction: Prediction) -> dict[str, Any]:
         "gpu": prediction.gpu,
         "capacity": prediction.capacity,
         "limit": prediction.limit,
-        "peak": {**sizes_to_json(peak), "step": peak.step, "stage": peak.stage, **_site(peak.site)},
+        "peak": {**sizes_to_json(peak), "step": peak.step, "stage": peak.stage, **site_to_json(peak.site)},
         "needed": sizes_to_json(prediction.needed),
         "fits": prediction.fits,
         "verdict": prediction.verdict,
@@ -30,20 +31,12 @@ def prediction_to_json(prediction: Prediction) -> dict[str, Any]:
         else {"low": sizes_to_json(prediction.interval.low), "high": sizes_to_json(prediction.interval.high)},
         "assumptions": [_note(note) for note in prediction.assumptions],
         "refused": None if prediction.refused is None else _allocation(prediction.refused),
-        "steps": [
-            {
-                "step": one.step,
-                "allocated": one.allocated,
-                "reserved": one.reserved,
-                "device": one.device,
-                "end": one.end,
-            }
-            for one in prediction.steps
-        ],
+        "steps": [asdict(one) for one in prediction.steps],
         "stages": [{"stage": stage, "bytes": size} for stage, size in prediction.by_stage()],
         "modules": [{"module": module, "bytes": size} for module, size in prediction.by_module()],
         "lines": [
-            {**_site(site), "bytes": size} | ({"caller": _file_and_line(site.caller)} if site.caller else {})
+            {**site_to_json(site), "bytes": size}
+            | ({"caller": _file_and_line(site.caller)} if site.caller else {})
             for site, size in prediction.by_line()
         ],
         "at_peak": [_alive(alive) for alive in prediction.at_peak],
@@ -155,7 +148,7 @@ def _allocation(one: Allocation) -> dict[str, Any]:
         "dtype": one.dtype,
         "op": one.op,
         "module": one.module,
-        **_site(one.site),
+        **site_to_json(one.site),
         "stage": one.stage,
         "kind": one.kind,
     }
@@ -165,5 +158,5 @@ def _file_and_line(site: Site | None) -> dict[str, Any]:
     return {"file": site and site.file, "line": site and site.line}
 
 
-def _site(site: Site | None) -> dict[str, Any]:
+def site_to_json(site: Site | None) -> dict[str, Any]:
     return {**_file_and_line(site), "function": site and site.function}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
@@ -183,13 +183,6 @@ def comparison_to_json(before: Prediction, after: Prediction) -> dict[str, Any]:
         "after": sizes_to_json(after.peak),
         "stages": [{"stage": stage, "before": a, "after": b} for stage, a, b in stage_changes(before, after)],
         "lines": [
-            {
-                "line": one.label,
-                "function": one.function,
-                "code": one.code,
-                "before": one.before,
-                "after": one.after,
-            }
-            for one in line_changes(before, after)
+            {"line": fields.pop("label"), **fields} for fields in map(asdict, line_changes(before, after))
         ],
     }

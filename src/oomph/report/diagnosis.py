@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -11,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from oomph.records import Diagnosis, Finding, Peak
-from oomph.report.as_json import prediction_to_json
+from oomph.report.as_json import prediction_to_json, site_to_json
 from oomph.report.terminal import (
     called_from,
     columns,
@@ -34,18 +35,7 @@ def diagnosis_to_json(diagnosis: Diagnosis) -> dict[str, Any]:
     """The object of `oomph predict --json`, with its findings."""
     found = prediction_to_json(diagnosis.prediction)
     found["findings"] = [
-        {
-            "pattern": one.pattern,
-            "bytes": one.bytes,
-            "formula": one.formula,
-            "growth": one.growth,
-            "sites": [
-                {"file": site.file, "line": site.line, "function": site.function} for site in one.sites
-            ],
-            "fixes": list(one.fixes),
-            "advice": one.advice,
-        }
-        for one in diagnosis.findings
+        {**asdict(one), "sites": [site_to_json(site) for site in one.sites]} for one in diagnosis.findings
     ]
     found["notes"] += [{"text": note.text, "file": None, "line": None} for note in diagnosis.notes]
     return found

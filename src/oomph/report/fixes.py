@@ -80,18 +80,10 @@ def proposals_to_json(prediction: Prediction, proposals: Sequence[Proposal]) -> 
         "peak": sizes_to_json(prediction.peak),
         "fixes": [
             {
-                "fix": one.fix,
+                **vars(one),
                 "options": dict(one.options),
-                "kind": one.kind,
-                "changes": one.changes,
-                "where": list(one.where),
-                "saving": one.saving,
-                "slowdown": one.slowdown,
-                "peak": None if one.peak is None else sizes_to_json(one.peak),
+                "peak": one.peak and sizes_to_json(one.peak),
                 "fits": one.fits,
-                "verdict": one.verdict,
-                "condition": one.condition,
-                "note": one.note,
             }
             for one in proposals
         ],
