@@ -104,7 +104,6 @@ class _Option:
     fixes: Fixes
     estimate: _Estimate
     share: float = 1.0  # of the blocks that `group` changes
-    is_lower_bound: bool = False  # `estimate` is no more than the least it may take, from other options
 
 
 @dataclass(eq=False)
@@ -432,23 +431,22 @@ class _Search:
 
     def _axes(self, proposals: Sequence[Proposal], progress: Progress) -> list[list[_Option]]:
         """For each fix its options; options of one axis exclude each other."""
-        first = {one.fix: one for one in reversed(proposals)}
+        names = {one.fix for one in proposals}
         groups: list[tuple[Proposal, ...]] = [
             (one,)
             for one in proposals
             if (one.fix not in _ACTIVATION_FIXES or "blocks" not in one.options)  # counts are interpolated
-            and (one.fix != "no_foreach" or "fused_optimizer" not in first)  # which is better at all it does
+            and (one.fix != "no_foreach" or "fused_optimizer" not in names)  # which is better at all it does
         ]
-        offloading = first.get("activation_offloading")
         groups += [
             (one, offloading)
             for one in proposals
-            if one.fix == "activation_checkpointing" and offloading is not None
+            for offloading in proposals
+            if one.fix == "activation_checkpointing" and offloading.fix == "activation_offloading"
             if "blocks" not in one.options and one.options.get("keep") != "products"
         ]
-        slow = [group for group in groups if self._bounding_proposals(group, first)]
-        at_once = [(group,) for group in groups if group not in slow and group[0].fix != "allocator"]
-        self._estimate_fixes(at_once, progress, "estimating each fix by itself")
+        predicted = [(group,) for group in groups if group[0].fix != "allocator"]
+        self._estimate_fixes(predicted, progress, "estimating each fix by itself")
         for one in proposals:
             if one.fix == "allocator":  # the events are the same; what is reserved for them is known
                 share = 1 - (one.saving or 0) / self.base.result.peak.reserved
@@ -458,57 +456,13 @@ class _Search:
         axes: dict[str, list[_Option]] = {}
         for group in groups:
             estimate = self.estimates.get(_key(_uses([group])))
-            is_lower_bound = estimate is None and group in slow
-            estimate = self._lower_bound(group, first) if is_lower_bound else estimate
             if estimate is None:
                 continue
             axis = "activations" if group[0].fix in _ACTIVATION_FIXES else group[0].fix
-            axes.setdefault(axis, []).append(
-                _Option(group, _uses([group]), estimate, is_lower_bound=is_lower_bound)
-            )
+            axes.setdefault(axis, []).append(_Option(group, _uses([group]), estimate))
             if axis == "activations" and len(group) == 1:
                 axes[axis] += self._for_fewer_blocks(group[0], estimate)
-        free = [one for axis in axes.values() for one in axis if one.is_lower_bound and self._is_free(one)]
-        refused = self._replace_lower_bounds(free, progress)
-        return [[one for one in axis if one not in refused] for axis in axes.values()]
-
-    def _bounding_proposals(
-        self, group: tuple[Proposal, ...], first: Mapping[str, Proposal]
-    ) -> tuple[Proposal, ...]:
-        """Other proposals, whose estimates give a lower bound of the group's memory and time. The group is
-        predicted only if a set with this lower bound would be the fastest."""
-        if len(group) > 1:  # checkpoints that are offloaded
-            return group
-        fewest = first[group[0].fix]
-        return (fewest,) if group[0].fix == "micro_batches" and group[0] is not fewest else ()
-
-    def _lower_bound(self, group: tuple[Proposal, ...], first: Mapping[str, Proposal]) -> _Estimate | None:
-        """No more than the memory and time that the group takes."""
-        bounding = self._bounding_proposals(group, first)
-        estimates = [
-            self.estimates[_key((one.use,))] for one in bounding if _key((one.use,)) in self.estimates
-        ]
-        if len(estimates) < len(bounding):  # one of them refuses the model
-            return None
-        if len(group) > 1:
-
-            def left(part: str, what: str) -> int:
-                sizes = (one.parts.get(part, {}).get(what, 0) for one in estimates)
-                return 0 if what == "forward activations" else min(sizes)
-
-            return _Estimate(_for_all(left, *estimates), estimates[0].costs)
-        parts, fewest = (one.options["parts"] for one in (group[0], bounding[0]))
-        least = _interpolated(self.base.estimate, estimates[0], (1 - 1 / parts) / (1 - 1 / fewest))
-        return replace(least, costs=estimates[0].costs)
-
-    def _replace_lower_bounds(self, options: Sequence[_Option], progress: Progress) -> list[_Option]:
-        """Predict the options whose lower bounds are known. Returns those that refuse the model."""
-        names = ", ".join(one.fix for option in options for one in option.group)
-        self._estimate_fixes([(option.group,) for option in options], progress, f"estimating {names}")
-        for option in options:
-            option.is_lower_bound = _key(option.fixes) not in self.estimates
-            option.estimate = self.estimates.get(_key(option.fixes), option.estimate)
-        return [option for option in options if option.is_lower_bound]
+        return list(axes.values())
 
     def _for_fewer_blocks(self, proposal: Proposal, estimate: _Estimate) -> Iterator[_Option]:
         """The same fix in fewer of the blocks, interpolated."""
@@ -553,13 +507,6 @@ class _Search:
                 chosen = min(fitting, key=lambda one: one.rank(self.seconds), default=None)
             if chosen is None:
                 break
-            if bounds := [option for option in chosen.options if option.is_lower_bound]:
-                refused = self._replace_lower_bounds(bounds, progress)
-                sets[:] = [one for one in sets if not any(option in refused for option in one.options)]
-                for one in sets:
-                    if any(option in bounds for option in one.options):
-                        self._estimate_set(one)
-                continue
             text = f"predicting {', '.join(use.fix for use in chosen.fixes)}"
             may_estimate_jointly &= not chosen.is_joint and not chosen.is_compiled
             if may_estimate_jointly and chosen.peak > _JOINT_ESTIMATE_ABOVE * self.limit:
@@ -757,8 +704,7 @@ class _Search:
             if not front or one.peak.reserved < front[-1].peak.reserved:
                 front.append(one)
         base = self.base.result.peak
-        sets = [one for one in self.sets if not any(option.is_lower_bound for option in one.options)]
-        for estimated in sorted(sets, key=lambda one: (one.seconds, one.peak)):
+        for estimated in sorted(self.sets, key=lambda one: (one.seconds, one.peak)):
             fixes, reserved = estimated.fixes, round(estimated.peak)
             is_allowed = all(find(use.fix).kind in kinds for use in fixes)
             is_slower = estimated.seconds > front[-1].step_seconds
