@@ -80,20 +80,32 @@ class OptimizerFix(Fix):
         return self.convert(optimizer, **options)
 
 
-def mark_as_stepped(original: Optimizer) -> None:
-    """Keep a scheduler that is bound to `original` from warning that its step() was never called."""
-    original._opt_called = True  # type: ignore[attr-defined]
+class ReplacingOptimizer(Optimizer):
+    """Steps in the place of another optimizer: with its parameter groups, hyperparameters and hooks.
 
-
-def move_hooks(original: Optimizer, new: Optimizer) -> None:
-    """Step hooks run around the new optimizer's step, once; state_dict hooks apply to both.
-
-    The same dictionaries are used, so that the handles which users hold still remove their hooks.
+    Step hooks run around this one's step, once; state_dict hooks apply to both. The dictionaries of hooks are
+    the same, so that the handles which users hold still remove them.
     """
-    for name in (*_STEP_HOOKS, *_STATE_DICT_HOOKS):
-        setattr(new, name, getattr(original, name))
-    for name in _STEP_HOOKS:
-        setattr(original, name, OrderedDict())
+
+    def __init__(self, original: Optimizer) -> None:
+        super().__init__(original.param_groups, original.defaults)
+        original._opt_called = True  # type: ignore[attr-defined]  # else a scheduler that is bound to it warns
+        for name in (*_STEP_HOOKS, *_STATE_DICT_HOOKS):
+            setattr(self, name, getattr(original, name))
+        for name in _STEP_HOOKS:
+            setattr(original, name, OrderedDict())
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self.update_parameters()
+        return loss
+
+    def update_parameters(self) -> None:
+        raise NotImplementedError
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -15,10 +15,9 @@ from oomph.errors import UserError
 from oomph.fixes.optimizers.conversion import (
     FUSED_KINDS,
     OptimizerFix,
+    ReplacingOptimizer,
     hyperparameter,
     kind_of,
-    mark_as_stepped,
-    move_hooks,
     why_not_independent,
 )
 from oomph.fixes.optimizers.low_bit import LowBitAdam
@@ -66,7 +65,7 @@ class OptimizerCPUOffload(OptimizerFix):
         return CPUOffloadOptimizer(optimizer, staging, self.name)
 
 
-class CPUOffloadOptimizer(Optimizer):
+class CPUOffloadOptimizer(ReplacingOptimizer):
     """Steps host copies of the parameters with another optimizer.
 
     Gradients are copied into two pinned staging buffers in turn, so that the copies for some parameters run
@@ -74,9 +73,7 @@ class CPUOffloadOptimizer(Optimizer):
     """
 
     def __init__(self, original: Optimizer, staging: int, fix: str) -> None:
-        super().__init__(original.param_groups, original.defaults)
-        mark_as_stepped(original)
-        move_hooks(original, self)
+        super().__init__(original)
         self.fix, self.staging = fix, staging
         # The same optimizer, except for the parameters that it steps.
         self._inner: Optimizer = object.__new__(type(original))
@@ -95,12 +92,7 @@ class CPUOffloadOptimizer(Optimizer):
         self._staging_buffers: list[Tensor] = []
         self._stream: torch.cuda.Stream | None = None  # for copies to the host, beside those back
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def update_parameters(self) -> None:
         pending: tuple[list[_HostCopy], Any] | None = None
         for number, bucket in enumerate(self._buckets()):
             copied = self._copy_gradients(bucket, self._staging_buffers[number % 2])
@@ -109,7 +101,6 @@ class CPUOffloadOptimizer(Optimizer):
             pending = bucket, copied
         if pending is not None:
             self._step_on_host(*pending)
-        return loss
 
     def _buckets(self) -> Iterator[list[_HostCopy]]:
         """Parameters whose gradients fit into a staging buffer together."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -12,7 +12,12 @@ import torch
 from torch.optim import Optimizer
 
 from oomph.errors import UserError
-from oomph.fixes.optimizers.conversion import OptimizerFix, move_hooks, parameters_of, why_not_independent
+from oomph.fixes.optimizers.conversion import (
+    OptimizerFix,
+    ReplacingOptimizer,
+    parameters_of,
+    why_not_independent,
+)
 from oomph.fixes.registry import FixContext, Target
 from oomph.workload import Workload
 
@@ -50,7 +55,7 @@ def _why_not_at_once(workload: Workload) -> str | None:
     return None
 
 
-class InBackwardOptimizer(Optimizer):
+class InBackwardOptimizer(ReplacingOptimizer):
     """Steps another optimizer from post-accumulate-grad hooks, one parameter at a time.
 
     `param_groups` and `state` are the inner optimizer's, so schedulers and checkpoints work unchanged.
@@ -61,9 +66,8 @@ class InBackwardOptimizer(Optimizer):
 
     def __init__(self, inner: Optimizer) -> None:
         self.inner: Optimizer | None = None
-        super().__init__(inner.param_groups, inner.defaults)
+        super().__init__(inner)
         self.inner = inner
-        move_hooks(inner, self)
         self._single_groups: dict[torch.Tensor, dict[str, Any]] = {}
         self._group_of: dict[torch.Tensor, dict[str, Any]] = {}
         self._updated: set[torch.Tensor] = set()
@@ -111,16 +115,11 @@ class InBackwardOptimizer(Optimizer):
             parameter.grad = None
             self._updated.add(parameter)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def update_parameters(self) -> None:
         for parameter in parameters_of(self):
             if parameter.grad is not None:
                 self.update(parameter)
         self._updated.clear()
-        return loss
 
     def register_step_pre_hook(self, hook: Any) -> Any:
         raise UserError(

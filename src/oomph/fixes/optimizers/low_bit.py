@@ -16,7 +16,7 @@ by a number, and it compiles its step once for every shape of a parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -29,10 +29,9 @@ from torch.optim import Optimizer
 from oomph.errors import UserError
 from oomph.fixes.optimizers.conversion import (
     OptimizerFix,
+    ReplacingOptimizer,
     hyperparameter,
     kind_of,
-    mark_as_stepped,
-    move_hooks,
     parameters_of,
 )
 from oomph.fixes.registry import FixContext, Target, check_choice
@@ -117,16 +116,14 @@ def _why_not(optimizer: Optimizer) -> str | None:
     return None
 
 
-class LowBitAdam(Optimizer):
+class LowBitAdam(ReplacingOptimizer):
     """`state_format`: "float32", "bfloat16" or "8bit". `stochastic`: round bfloat16 parameters so."""
 
     updates_are_independent = True
 
     def __init__(self, original: Optimizer, state_format: str, stochastic: bool, fix: str) -> None:
         self.fix = fix
-        super().__init__(original.param_groups, original.defaults)
-        mark_as_stepped(original)
-        move_hooks(original, self)
+        super().__init__(original)
         self.state_format, self.stochastic = state_format, stochastic
         self.table: Tensor | None = None  # of 8-bit codes, on the parameters' device
         if any(original.state.values()):
@@ -136,17 +133,11 @@ class LowBitAdam(Optimizer):
         super().__setstate__(state)
         self.table = None
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def update_parameters(self) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, parameter.grad, group)
-        return loss
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: Group) -> None:
         if parameter.dtype not in _DTYPES or gradient.layout is not torch.strided:
