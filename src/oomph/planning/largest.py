@@ -9,16 +9,14 @@ from typing import NamedTuple
 from oomph import gpus
 from oomph.errors import ProgramError, UserError
 from oomph.fixes.application import apply
+from oomph.fixes.training_changes import ShorterSequence, SmallerBatch
 from oomph.gpus import GPU
 from oomph.parallel import Parallel
 from oomph.prediction import predict
 from oomph.records import Peak, Plan, Progress
 from oomph.workload import Workload
 
-_NAMES = {
-    "batch": ("b", "batch", "batch_size", "bs", "n", "rows"),
-    "sequence": ("t", "s", "l", "seq", "seq_len", "sequence", "sequence_length", "length", "context_length"),
-}
+_NAMES = {"batch": SmallerBatch.size_names, "sequence": ShorterSequence.size_names}
 _MOST_PREDICTIONS = 16
 
 
