@@ -49,7 +49,6 @@ class Mark(NamedTuple):
 
     uses: int
     changes: int
-    undo_steps: int
 
 
 class Journal:
@@ -65,7 +64,7 @@ class Journal:
         return _copied_journal, (tuple(self.uses), tuple(self.changes))
 
     def mark(self) -> Mark:
-        return Mark(len(self.uses), len(self.changes), len(self._undo_steps))
+        return Mark(len(self.uses), len(self.changes))
 
     def begin(self, use: FixUse) -> None:
         """All changes from here on belong to `use`."""
@@ -110,12 +109,12 @@ class Journal:
     def undo(self, mark: Mark | None = None) -> None:
         """Undo everything, or what came after the mark. Nothing is undone if some of it cannot be."""
         if mark is None:
-            mark = Mark(0, 0, 0)
+            mark = Mark(0, 0)
             checked: set[tuple[int, str]] = set()
             for _, check in reversed(self._undo_steps):
                 if check is not None:
                     check(checked)
-        while len(self._undo_steps) > mark.undo_steps:
+        while len(self._undo_steps) > mark.changes:
             self._undo_steps.pop()[0]()
         del self.changes[mark.changes :], self.uses[mark.uses :]
 
