@@ -25,13 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from oomph.errors import UserError
 from oomph.fixes.journal import Journal, module_of
-from oomph.fixes.modules import (
-    blocks_at,
-    chosen_blocks,
-    disable_kv_cache,
-    own_checkpointing,
-    refuse_own_checkpointing,
-)
+from oomph.fixes.modules import chosen_blocks, disable_kv_cache, own_checkpointing, refuse_own_checkpointing
 from oomph.fixes.registry import Fix, FixContext, Target, bytes_option
 from oomph.nn.blocks import block_names
 from oomph.torch_internals import FakeTensor, current_graph_task_id, storage_id
@@ -71,7 +65,8 @@ class ActivationOffloading(Fix):
         # Inside a checkpoint of the model's own, everything would be copied that is to be recomputed.
         refuse_own_checkpointing(model, self.name)
         wanted = chosen_blocks(model, blocks, self.name)
-        named = wanted | blocks_at(model, block_names(model), self.name)
+        repeated = block_names(model)
+        named = wanted | (chosen_blocks(model, repeated, self.name) if repeated else {})
         # In the model's order. Repeated blocks that are not wanted are wrapped, too: they time the copies.
         order = [name for name, _ in model.named_modules() if name in named]
         last = order[-1] if len(order) > 1 else None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any
 
 from torch import nn
 
 from oomph.errors import UserError
 from oomph.fixes.journal import Journal
-from oomph.fixes.modules import module_at, names_option
+from oomph.fixes.modules import chosen_modules
 from oomph.fixes.registry import Fix, FixContext, Target, check_choice, check_whole_number
 from oomph.nn import KimiDeltaAttention, SpikingKDABlock
 from oomph.ops.delta_attention.api import MODES
@@ -26,12 +26,12 @@ class ChunkwiseKDA(Fix):
 
     def targets(self, context: FixContext) -> Iterable[Target]:
         layers = _layers(context.model)
-        per_token = tuple(name for name, module in layers if module.mode in _PER_TOKEN)
+        per_token = tuple(name for name, module in layers.items() if module.mode in _PER_TOKEN)
         if per_token:
             yield Target(per_token, {"modules": list(per_token)})
         whole = tuple(
             name
-            for name, module in layers
+            for name, module in layers.items()
             if module.mode not in _PER_TOKEN
             and (module.memory_chunk_size is None or module.memory_chunk_size > _SMALL_CHUNK)
         )
@@ -57,29 +57,17 @@ class ChunkwiseKDA(Fix):
             raise UserError(
                 f"fix {self.name!r}: mode='sequential' has no chunks; leave memory_chunk_size out"
             )
-        names = None if modules is None else names_option(self.name, "modules", modules)
-        layers = _layers(model) if names is None else [_layer_at(model, name) for name in names]
+        kinds = " or ".join(kind.__name__ for kind in _LAYERS)
+        layers = _layers(model) if modules is None else chosen_modules(model, modules, self.name)
         if not layers:
-            kinds = " or ".join(kind.__name__ for kind in _LAYERS)
             raise UserError(f"fix {self.name!r}: the model has no {kinds}")
-        for name, module in layers:
+        for name, module in layers.items():
+            if not isinstance(module, _LAYERS):
+                raise UserError(f"fix {self.name!r}: {name!r} is a {type(module).__name__}, not a {kinds}")
             journal.set(module, "mode", mode, name, f"mode={mode!r} instead of {module.mode!r}")
             what = f"memory_chunk_size={size} instead of {module.memory_chunk_size}"
             journal.set(module, "memory_chunk_size", size, name, what)
 
 
-class _Layer(NamedTuple):
-    name: str
-    module: KimiDeltaAttention | SpikingKDABlock
-
-
-def _layers(model: nn.Module) -> list[_Layer]:
-    return [_Layer(name, module) for name, module in model.named_modules() if isinstance(module, _LAYERS)]
-
-
-def _layer_at(model: nn.Module, name: str) -> _Layer:
-    module = module_at(model, name, ChunkwiseKDA.name)
-    if not isinstance(module, _LAYERS):
-        kinds = " or ".join(kind.__name__ for kind in _LAYERS)
-        raise UserError(f"fix 'chunkwise_kda': {name!r} is a {type(module).__name__}, not a {kinds}")
-    return _Layer(name, module)
+def _layers(model: nn.Module) -> dict[str, Any]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, _LAYERS)}

@@ -27,47 +27,18 @@ from oomph.fixes.lazy_tensor import (
     Expression,
     Kwargs,
     LazyMode,
+    LazyModeFix,
     LazyTensor,
     RecordedCall,
     einsum_operands,
-    has_mode,
-    in_mode,
     lazy_tensor,
     program_line,
 )
-from oomph.fixes.modules import modules_with_code
-from oomph.fixes.registry import Fix, FixContext, Target
+from oomph.fixes.registry import FixContext, Target
 from oomph.ops.common import is_fake
 from oomph.ops.softmax_attention import attention
 from oomph.records import Allocation, Prediction
 from oomph.torch_internals import FakeTensor
-
-
-class FusedAttention(Fix):
-    name = "fused_attention"
-    kind = "exact"
-    changes = "Attention written out as products and a softmax runs fused, without the matrix of its weights."
-
-    def targets(self, context: FixContext) -> Iterable[Target]:
-        if _has_own_code(context.model) and not has_mode(context.model, AttentionMode):
-            paths = attention_matrices(context.prediction)
-            names = list(dict.fromkeys(_owner(context.model, path) for path in paths))
-            if names:  # the prediction with the fix shows whether it is of a form that is fused
-                yield Target(tuple(names), {"modules": names})
-
-    def change_model(
-        self, model: nn.Module, journal: Journal, *, modules: Sequence[str] | None = None
-    ) -> None:
-        """`modules`: whose forward computes attention; by default the whole model. Other parts of the forward
-        run as they are written."""
-        if modules is None and not _has_own_code(model):
-            raise UserError(
-                f"fix {self.name!r}: the model has no code of its own; name modules=[...], or use the fix "
-                "'attn_implementation' for a Hugging Face model"
-            )
-        for name, module in modules_with_code(model, modules, self.name).items():
-            journal.wrap_forward(module, in_mode(AttentionMode), name, "attention in its forward is fused")
-
 
 # Where attention is ----------------------------------------------------------------------------------
 
@@ -512,3 +483,30 @@ def _any(masks: Sequence[Tensor]) -> Tensor | None:
 
 
 AttentionMode.expressions = (AttentionScores,)
+
+
+class FusedAttention(LazyModeFix):
+    name = "fused_attention"
+    kind = "exact"
+    changes = "Attention written out as products and a softmax runs fused, without the matrix of its weights."
+    mode = AttentionMode
+    effect = "attention in its forward is fused"
+
+    def targets(self, context: FixContext) -> Iterable[Target]:
+        if _has_own_code(context.model) and not self.is_applied(context.model):
+            paths = attention_matrices(context.prediction)
+            names = list(dict.fromkeys(_owner(context.model, path) for path in paths))
+            if names:  # the prediction with the fix shows whether it is of a form that is fused
+                yield Target(tuple(names), {"modules": names})
+
+    def change_model(
+        self, model: nn.Module, journal: Journal, *, modules: Sequence[str] | None = None
+    ) -> None:
+        """`modules`: whose forward computes attention; by default the whole model. Other parts of the forward
+        run as they are written."""
+        if modules is None and not _has_own_code(model):
+            raise UserError(
+                f"fix {self.name!r}: the model has no code of its own; name modules=[...], or use the fix "
+                "'attn_implementation' for a Hugging Face model"
+            )
+        super().change_model(model, journal, modules=modules)

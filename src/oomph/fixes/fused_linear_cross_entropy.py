@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from oomph.errors import ArgumentError, UserError
 from oomph.fixes.journal import Journal, WrappedForward
 from oomph.fixes.lazy_tensor import Args, Expression, Kwargs, RecordedCall, lazy_tensor
-from oomph.fixes.modules import is_plain_call, is_plain_linear, module_at, name_of, names_option
+from oomph.fixes.modules import chosen_modules, is_plain_call, is_plain_linear, name_of
 from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.ops import common
 from oomph.ops.common import autocast_enabled, can_accumulate_into_grad, matmul_dtype
@@ -67,8 +67,8 @@ class FusedLinearCrossEntropy(Fix):
             common.parse_memory_budget(memory_budget)
         except ArgumentError as error:
             raise UserError(f"fix {self.name!r}: {error}") from None
-        for name in _default_heads(model) if heads is None else names_option(self.name, "heads", heads):
-            module = module_at(model, name, self.name)
+        names = _default_heads(model) if heads is None else heads
+        for name, module in chosen_modules(model, names, self.name, "heads").items():
             _check_head(name, module)
             around = partial(_lazy_head, memory_budget=memory_budget)
             journal.wrap_forward(module, around, name, "returns lazy logits, which the loss does not compute")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from oomph.errors import UserError
 from oomph.fixes.fused_linear_cross_entropy import accumulating_forward, is_fused
 from oomph.fixes.journal import Journal
-from oomph.fixes.modules import is_plain_call, is_plain_linear, module_at, names_option
+from oomph.fixes.modules import chosen_modules, is_plain_call, is_plain_linear
 from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.ops.common import (
     accumulates_into_grad,
@@ -49,11 +49,10 @@ class GradientAccumulationFusion(Fix):
         self, model: nn.Module, journal: Journal, *, modules: Sequence[str] | None = None
     ) -> None:
         """`modules`: names of nn.Linear modules; by default those with the largest weights."""
-        names = _largest_linears(model) if modules is None else names_option(self.name, "modules", modules)
-        if not names:
+        names = _largest_linears(model) if modules is None else modules
+        if modules is None and not names:
             raise UserError(f"fix {self.name!r}: the model has no plain nn.Linear that is trained")
-        for name in names:
-            module = module_at(model, name, self.name)
+        for name, module in chosen_modules(model, names, self.name).items():
             why = _why_not(module)
             if why is not None:
                 raise UserError(f"fix {self.name!r}: {name!r} {why}")

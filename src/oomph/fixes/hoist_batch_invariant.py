@@ -14,36 +14,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from oomph.errors import UserError
-from oomph.fixes.journal import Journal
-from oomph.fixes.lazy_tensor import Args, Kwargs, LazyMode, has_mode, in_mode, program_line, writes_by_name
-from oomph.fixes.modules import modules_with_code
-from oomph.fixes.registry import Fix, FixContext, Target
+from oomph.fixes.lazy_tensor import Args, Kwargs, LazyMode, LazyModeFix, program_line, writes_by_name
+from oomph.fixes.registry import FixContext, Target
 from oomph.torch_internals import disable_torch_function, tree_leaves, tree_map
-
-
-class HoistBatchInvariant(Fix):
-    name = "hoist_batch_invariant"
-    kind = "exact"
-    changes = "Work that is the same for every row of the batch is done once, for one row."
-
-    def targets(self, context: FixContext) -> Iterable[Target]:
-        if not has_mode(context.model, BatchInvariantMode):
-            yield Target(("",))  # the prediction with the fix shows whether it saves anything
-
-    def change_model(
-        self, model: nn.Module, journal: Journal, *, modules: Sequence[str] | None = None
-    ) -> None:
-        """`modules`: whose forward is searched for such work; by default the whole model."""
-        for name, module in modules_with_code(model, modules, self.name).items():
-            what = "rows that are the same are computed once"
-            journal.wrap_forward(module, in_mode(BatchInvariantMode), name, what)
-
-
-# The mode --------------------------------------------------------------------------------------------
 
 # By the name under which torch, torch.Tensor or torch.nn.functional have them.
 _ELEMENTWISE = frozenset(
@@ -125,6 +102,18 @@ class BatchInvariantMode(LazyMode):
             and (is_batch_invariant(one) or one in self._copies or one._base in self._copies)
             for one in written
         )
+
+
+class HoistBatchInvariant(LazyModeFix):
+    name = "hoist_batch_invariant"
+    kind = "exact"
+    changes = "Work that is the same for every row of the batch is done once, for one row."
+    mode = BatchInvariantMode
+    effect = "rows that are the same are computed once"
+
+    def targets(self, context: FixContext) -> Iterable[Target]:
+        if not self.is_applied(context.model):
+            yield Target(("",))  # the prediction with the fix shows whether it saves anything
 
 
 def is_batch_invariant(value: Any) -> bool:

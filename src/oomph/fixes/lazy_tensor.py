@@ -23,7 +23,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, enable_reentrant_dispatch
 
 from oomph.errors import UserError
-from oomph.fixes.journal import WrappedForward, module_of
+from oomph.fixes.journal import Journal, WrappedForward, module_of
+from oomph.fixes.modules import modules_with_code
+from oomph.fixes.registry import Fix
 from oomph.ops.common import is_fake, no_compile, refuse_second_derivatives
 from oomph.torch_internals import (
     DisableTorchFunctionSubclass,
@@ -543,9 +545,32 @@ class LazyMode(TorchFunctionMode):
         return leaf
 
 
-def in_mode(mode: type[LazyMode]) -> Callable[..., Any]:
-    """A wrapper for `journal.wrap_forward`: the forward runs in the mode, unless one around it does."""
-    return partial(_run_in_mode, mode)
+class LazyModeFix(Fix):
+    """A fix that runs the forward of modules in `mode`."""
+
+    mode: ClassVar[type[LazyMode]]
+    effect: ClassVar[str]  # what it does to a module, for the list of changes
+
+    def change_model(
+        self, model: torch.nn.Module, journal: Journal, *, modules: Sequence[str] | None = None
+    ) -> None:
+        """`modules`: in whose forward it looks; by default the whole model. Other parts of the forward run as
+        they are written."""
+        for name, module in modules_with_code(model, modules, self.name).items():
+            kind = type(module)
+            if kind.__module__.startswith("torch.") and not list(module.children()):
+                raise UserError(f"fix {self.name!r}: {name!r} is a {kind.__name__}, without code of its own")
+            journal.wrap_forward(module, partial(_run_in_mode, self.mode), name, self.effect)
+
+    def is_applied(self, model: torch.nn.Module) -> bool:
+        """Whether the forward of a module in it runs in the mode already."""
+        for each in model.modules():
+            forward = vars(each).get("forward")
+            while isinstance(forward, WrappedForward):
+                if getattr(forward.wrapper, "args", None) == (self.mode,):
+                    return True
+                forward = forward.inner
+        return False
 
 
 @no_compile
@@ -556,14 +581,3 @@ def _run_in_mode(mode: type[LazyMode], forward: Callable[..., Any], *args: Any, 
         entered.module = module_of(forward)
         result = forward(*args, **kwargs)
     return entered.returned(result) if isinstance(result, Tensor) else tree_map(entered.returned, result)
-
-
-def has_mode(module: torch.nn.Module, mode: type[LazyMode]) -> bool:
-    """Whether the forward of a module in it runs in this mode already."""
-    for each in module.modules():
-        forward = vars(each).get("forward")
-        while isinstance(forward, WrappedForward):
-            if getattr(forward.wrapper, "args", None) == (mode,):
-                return True
-            forward = forward.inner
-    return False

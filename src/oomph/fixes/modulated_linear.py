@@ -16,62 +16,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from oomph.errors import UserError
-from oomph.fixes.journal import Journal
 from oomph.fixes.lazy_tensor import (
     Args,
     Expression,
     Kwargs,
     LazyMode,
+    LazyModeFix,
     RecordedCall,
     einsum_operands,
-    has_mode,
-    in_mode,
     lazy_tensor,
 )
-from oomph.fixes.modules import modules_with_code
-from oomph.fixes.registry import Fix, FixContext, Target
+from oomph.fixes.registry import FixContext, Target
 from oomph.ops.modulation import modulated_linear, weight_delta_norm
 
 # Of the matrices' sizes to the rank: below it, the delta is not much larger than its factors.
 _LEAST_RATIO = 4
-
-
-class ModulatedLinear(Fix):
-    name = "modulated_linear"
-    kind = "exact"
-    changes = "Weights that differ per token by a low-rank delta are applied without making the deltas."
-
-    def targets(self, context: FixContext) -> Iterable[Target]:
-        """Modules that make, at the peak, a tensor of many matrices of a weight's shape."""
-        weights = {
-            tuple(one.shape)
-            for module in context.model.modules()
-            if not isinstance(module, nn.Embedding)
-            for one in module.parameters(recurse=False)
-            if one.dim() == 2
-        }
-        weights |= {shape[::-1] for shape in weights}
-        made_in = {
-            alive.allocation.module
-            for alive in context.prediction.at_peak
-            if len(alive.allocation.shape) > 2
-            and alive.allocation.kind in ("activation", "temporary")
-            and tuple(alive.allocation.shape[-2:]) in weights
-            and min(alive.allocation.shape[-2:]) > 1
-        }
-        if made_in and not has_mode(context.model, DeltaMode):
-            yield Target(tuple(sorted(made_in)))
-
-    def change_model(
-        self, model: nn.Module, journal: Journal, *, modules: Sequence[str] | None = None
-    ) -> None:
-        """`modules`: in whose forward deltas are made and used; by default the whole model."""
-        for name, module in modules_with_code(model, modules, self.name).items():
-            kind = type(module)
-            if kind.__module__.startswith("torch.") and not list(module.children()):
-                raise UserError(f"fix {self.name!r}: {name!r} is a {kind.__name__}, which makes no delta")
-            journal.wrap_forward(module, in_mode(DeltaMode), name, "makes no weight per token")
 
 
 class DeltaMode(LazyMode):
@@ -250,3 +209,32 @@ def _matrix_times(matrix: Tensor, x: Tensor) -> Tensor:
 
 
 DeltaMode.expressions = (LowRankDelta,)
+
+
+class ModulatedLinear(LazyModeFix):
+    name = "modulated_linear"
+    kind = "exact"
+    changes = "Weights that differ per token by a low-rank delta are applied without making the deltas."
+    mode = DeltaMode
+    effect = "makes no weight per token"
+
+    def targets(self, context: FixContext) -> Iterable[Target]:
+        """Modules that make, at the peak, a tensor of many matrices of a weight's shape."""
+        weights = {
+            tuple(one.shape)
+            for module in context.model.modules()
+            if not isinstance(module, nn.Embedding)
+            for one in module.parameters(recurse=False)
+            if one.dim() == 2
+        }
+        weights |= {shape[::-1] for shape in weights}
+        made_in = {
+            alive.allocation.module
+            for alive in context.prediction.at_peak
+            if len(alive.allocation.shape) > 2
+            and alive.allocation.kind in ("activation", "temporary")
+            and tuple(alive.allocation.shape[-2:]) in weights
+            and min(alive.allocation.shape[-2:]) > 1
+        }
+        if made_in and not self.is_applied(context.model):
+            yield Target(tuple(sorted(made_in)))

@@ -60,13 +60,16 @@ def name_of(model: nn.Module, wanted: nn.Module) -> str:
     return next(name for name, module in model.named_modules() if module is wanted)
 
 
-def blocks_at(model: nn.Module, names: Sequence[str], fix: str) -> dict[str, nn.Module]:
-    """Modules by name. A module that the model lists several times is returned once, by its first name.
+def chosen_modules(
+    model: nn.Module, names: object, fix: str, option: str = "modules"
+) -> dict[str, nn.Module]:
+    """The modules that an option names. One that the model lists several times is returned once, by its first
+    name.
 
     In a name, `*` matches one part between dots: "layers.*.mlp" is the mlp of every layer.
     """
     found: dict[str, nn.Module] = {}
-    for name in _expand_wildcards(model, names, fix):
+    for name in _expand_wildcards(model, names_option(fix, option, names), fix):
         module = module_at(model, name, fix)
         if isinstance(module, nn.ModuleList | nn.ModuleDict):
             member = next(iter(module._modules), "0")
@@ -85,9 +88,8 @@ def modules_with_code(model: nn.Module, modules: object, fix: str) -> dict[str, 
     A fix that runs forwards in a mode wraps them all, and the outermost one enters the mode: a checkpoint
     calls modules inside again by themselves in backward, and must compute the same.
     """
-    names = [""] if modules is None else names_option(fix, "modules", modules)
     found: dict[nn.Module, str] = {}
-    for name, root in blocks_at(model, names, fix).items():
+    for name, root in chosen_modules(model, [""] if modules is None else modules, fix).items():
         for own, module in root.named_modules():
             of_torch = type(module).__module__.startswith("torch.")
             if not own or not of_torch or isinstance(module, nn.Sequential):
@@ -111,10 +113,10 @@ def _expand_wildcards(model: nn.Module, names: Sequence[str], fix: str) -> list[
 
 def chosen_blocks(model: nn.Module, blocks: object, fix: str) -> dict[str, nn.Module]:
     """The modules of an option `blocks`; for None, every repeated block. UserError where there is none."""
-    names = block_names(model) if blocks is None else names_option(fix, "blocks", blocks)
-    if not names:
+    names = block_names(model) if blocks is None else blocks
+    if blocks is None and not names:
         raise _no_blocks_error(model, fix)
-    return blocks_at(model, names, fix)
+    return chosen_modules(model, names, fix, "blocks")
 
 
 def _no_blocks_error(model: nn.Module, fix: str) -> UserError:

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from oomph.errors import UserError
 from oomph.fixes.journal import Journal
-from oomph.fixes.modules import common_parent, module_at, names_option
+from oomph.fixes.modules import chosen_modules, common_parent
 from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.fixes.shared_buffers import same_attributes_and_buffers
 from oomph.nn.blocks import NamedModule
@@ -61,9 +61,8 @@ class SharedRotaryEmbedding(Fix):
         if modules is None:
             chosen = _rotary_modules(model)
         else:
-            names = names_option(self.name, "modules", modules)
-            named = {module_at(model, name, self.name): name for name in names}  # each module once
-            chosen = [NamedModule(name, module) for module, name in named.items()]
+            named = chosen_modules(model, modules, self.name)
+            chosen = [NamedModule(name, module) for name, module in named.items()]
             for name, module in chosen:
                 if next(module.parameters(), None) is not None:
                     raise UserError(f"fix {self.name!r}: {name!r} has parameters, so its results differ")

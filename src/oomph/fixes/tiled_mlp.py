@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from oomph.errors import ArgumentError, UserError
 from oomph.fixes.journal import Journal, WrappedForward, module_of
-from oomph.fixes.modules import module_at, names_option
+from oomph.fixes.modules import chosen_modules
 from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.nn.mlp import GatedMLP, TiledMLP as TiledMLPModule
 from oomph.ops.common import no_compile
@@ -67,9 +67,8 @@ class TiledMLP(Fix):
         if modules is None:
             found = find_mlps(model)
         else:
-            names = names_option(self.name, "modules", modules)
-            named = {module_at(model, name, self.name): name for name in names}  # a shared module once
-            found = [MLP.at(name, module) for module, name in named.items()]
+            named = chosen_modules(model, modules, self.name)
+            found = [MLP.at(name, module) for name, module in named.items()]
         if not found:
             raise UserError(
                 f"fix {self.name!r}: the model has no MLPs that are found and not tiled already; "
