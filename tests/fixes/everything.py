@@ -3,8 +3,7 @@
 from functools import partial
 
 import torch
-import torch.nn.functional as F
-from small import MLP, Attention, seeded, tiny_batch
+from small import MLP, Attention, plain_loss, seeded, tiny_batch
 from torch import nn
 
 import oomph
@@ -76,11 +75,6 @@ class Everything(nn.Module):
         return self.head(x)
 
 
-def loss(model, batch):
-    logits = model(batch["tokens"])
-    return F.cross_entropy(logits.view(-1, logits.size(-1)), batch["targets"].view(-1))
-
-
 def batch(device):
     return tiny_batch(device, rows=4, length=12, vocabulary=VOCABULARY)
 
@@ -93,4 +87,4 @@ def optimizer(params):
 
 
 def workload():
-    return oomph.Workload(lambda: seeded(Everything), batch, loss, optimizer)
+    return oomph.Workload(lambda: seeded(Everything), batch, plain_loss, optimizer)

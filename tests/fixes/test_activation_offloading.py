@@ -122,22 +122,6 @@ def test_host_memory_is_used_again_and_goes_with_the_model():
     assert pool() is None
 
 
-def test_backward_may_run_twice_and_without_gradients_nothing_is_copied():
-    model, batch = seeded(TinyLM), tiny_batch("cpu")
-    _, once = gradients(model, plain_loss, batch)
-    fixes.apply_to_model(EVERYTHING, model)
-    model.zero_grad()
-    loss = plain_loss(model, batch)
-    loss.backward(retain_graph=True)
-    loss.backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, 2 * once[name], msg=name)
-    fresh = copy.deepcopy(model)
-    with torch.no_grad():
-        plain_loss(fresh, batch)
-    assert offloader_of(fresh.blocks[0]).pool.bytes == 0
-
-
 @pytest.mark.parametrize("twin_of", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_of_the_model_has_host_memory_of_its_own(twin_of):
     model, batch = seeded(TinyLM), tiny_batch("cpu")

@@ -91,18 +91,6 @@ def test_a_config_that_others_use_is_left_alone():
     assert shared._attn_implementation == other.config._attn_implementation == "eager"
 
 
-def test_a_model_around_a_hugging_face_model():
-    class WrappedForward(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = eager("Llama").model()
-
-    model = WrappedForward()
-    changed = fixes.apply_to_model("attn_implementation", model)
-    assert model.inner.model.layers[0].self_attn.config._attn_implementation == "sdpa"
-    assert changed[-1].where.startswith("inner")
-
-
 def test_it_is_proposed_for_eager_attention_and_saves_memory():
     from transformers import LlamaConfig, LlamaForCausalLM
 

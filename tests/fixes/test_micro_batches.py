@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from architectures import ARCHITECTURES
 from short_training import not_found, proposed
-from small import same_gradients, seeded, tiny_batch, uneven, workload
+from small import same_gradients, tiny_batch, uneven, workload
 from torch import nn
 
 import oomph
@@ -103,22 +103,6 @@ def test_labels_are_counted_as_hugging_face_models_count_them(kind):
         for name in [name for name in grads if name.endswith("key.bias")]:
             del grads[name]
     same_gradients((loss, before), (new_loss, after), 1e-6)
-
-
-class Wrapper(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.inside = ARCHITECTURES[kind]().model()
-
-    def forward(self, **batch):
-        return self.inside(**batch)
-
-
-def test_labels_are_counted_so_for_a_model_inside_another():
-    work = oomph.Workload(
-        lambda: seeded(lambda: Wrapper("Llama")), lambda device: uneven(device, "labels", "input_ids")
-    )
-    same_gradients(step_gradients(work), step_gradients(fixes.apply("micro_batches", work)), 1e-6)
 
 
 def test_models_that_divide_by_the_whole_themselves_add_up():

@@ -17,10 +17,6 @@ def larger(**changes):
     return replace(work, **changes)
 
 
-def small(**changes):
-    return replace(workload(layers=1), **changes)
-
-
 def test_bf16_parameters_halve_parameters_and_state():
     work = larger()
     fixed = fixes.apply("bf16_parameters", work)
@@ -47,9 +43,9 @@ def test_autocast_leaves_the_parameters_alone():
 
 
 def test_nothing_is_proposed_where_it_is_so_already():
-    for work in (small(dtype="bfloat16"), small(dtype="float16")):
+    for work in (replace(workload(), dtype="bfloat16"), replace(workload(), dtype="float16")):
         assert not_found("bf16_parameters", work)
         assert not_found("autocast", work)
-    assert not_found("autocast", small(autocast="bfloat16"))
-    old = FixContext(oomph.predict(small(), gpu="t4"), small())
+    assert not_found("autocast", replace(workload(), autocast="bfloat16"))
+    old = FixContext(oomph.predict(workload(), gpu="t4"), workload())
     assert fixes.find("autocast").proposals(old) == fixes.find("bf16_parameters").proposals(old) == []

@@ -88,17 +88,6 @@ def test_the_saving_is_proposed_and_is_that_of_the_copies(longest, layers):
     assert ("assumed equal" in proposal.note) == (longest == 2048)
 
 
-def test_it_is_not_proposed_where_nothing_is_repeated():
-    work = oomph.Workload(
-        lambda: nn.Sequential(nn.Linear(64, 2048), nn.BatchNorm1d(2048), nn.Linear(2048, 64)),
-        lambda device: torch.ones(4, 64, device=device),
-        lambda model, x: model(x).sum(),
-    )
-    assert fixes.propose(oomph.predict(work, gpu="h200"), work, only=("shared_buffers",)) == []
-    small = workload()
-    assert fixes.propose(oomph.predict(small, gpu="h200"), small, only=("shared_buffers",)) == []
-
-
 def test_state_that_tells_shared_buffers_apart_is_refused_and_other_state_loaded():
     model, other = seeded(TinyLM), TinyLM()
     fixes.apply_to_model(FixUse("shared_buffers", {"buffers": "mask"}), model)

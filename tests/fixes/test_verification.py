@@ -87,18 +87,3 @@ def test_sizes_are_replaced_and_large_models_refused(capfd):
     large = oomph.Workload(lambda: nn.Linear(2**16, 2**15), lambda device: None)
     with pytest.raises(UserError, match=r"has 8\.0 GiB of parameters; give a target with a small"):
         fixes.verify("activation_checkpointing", large)
-
-
-def test_progress_names_each_step_and_sizes_that_the_workload_has():
-    def batch(device, N):
-        return torch.randn(N, 8, device=device)
-
-    workload = oomph.Workload(
-        lambda: nn.Linear(8, 8), batch, lambda model, x: model(x).square().mean(), sizes={"N": 64}
-    )
-    told = []
-    report = lambda text, fraction: told.append((text, fraction))  # noqa: E731
-    assert fixes.verify("no_foreach", workload, progress=report).holds
-    assert [fraction for _, fraction in told] == [0.0, 0.25, 0.5, 0.75]
-    assert all("--sizes N=16)" in text for text, _ in told)
-    assert fixes.verify("no_foreach", workload, sizes={"N": 16}).holds

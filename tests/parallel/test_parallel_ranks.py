@@ -61,6 +61,7 @@ def run(rank, port, ranks, cases):
         if cases is FIRST_PAIR:
             mixed_precision_keeps_rope_tables_in_float32()
             a_rank_that_cannot_take_its_part_is_refused()
+            the_fix_shards_a_model_and_cannot_be_undone()
     finally:
         dist.destroy_process_group()
 
@@ -127,6 +128,18 @@ def a_rank_that_cannot_take_its_part_is_refused():
         parse_parallel("cp", 2).apply(torch.nn.Linear(2, 2), "cpu")
     with pytest.raises(UserError, match=r"tensor parallelism .* Linear is not one of them"):
         parse_parallel("tp", 2).apply(torch.nn.Linear(2, 2), "cpu")
+
+
+def the_fix_shards_a_model_and_cannot_be_undone():
+    model, ids = build("longctx")
+    whole = sum(each.numel() for each in model.parameters())
+    expected = model(ids, labels=ids).loss.detach()
+    changed = fixes.apply("fsdp2:ranks=2,reshard_after_forward=false", model)
+    assert [change.where for change in changed] == ["", "layers.0", "layers.1"]
+    assert sum(each.to_local().numel() for each in model.parameters()) < 0.55 * whole
+    torch.testing.assert_close(model(ids, labels=ids).loss.detach(), expected)
+    with pytest.raises(UserError, match="'fsdp2' cannot be undone in a model; build the model again"):
+        fixes.undo(model)
 
 
 def test_two_and_four_ranks(run_ranks):

@@ -14,9 +14,8 @@ import oomph
 from oomph.cli.main import run
 from oomph.fixes import find, uses_of
 from oomph.planning import largest_size, read_plan, write_plan
-from oomph.planning.reduced import costs, reduction
+from oomph.planning.reduced import reduction
 from oomph.prediction.replay import replay
-from oomph.records import Proposal
 
 MiB = 1 << 20
 
@@ -121,42 +120,12 @@ def test_the_events_of_two_blocks_stand_for_those_of_all(fixes, step):
     assert edited.peak_allocated == pytest.approx(whole.peak.allocated, rel=0.005)
 
 
-def test_parameters_that_blocks_share_are_left_in_the_reduced_model():
-    model = Model()
-    for block in model.blocks:
-        block.up = model.blocks[0].up
-    reduced, whole = reduction(model), list(model.parameters())
-    reduced.reduce_trained(model, None)
-    left = list(model.parameters())
-    assert reduced.tensors == len(whole) / len(left)
-    assert reduced.parameters == sum(p.numel() for p in whole) / sum(p.numel() for p in left)
-
-
-@pytest.mark.usefixtures("in_process")
-def test_an_optimizer_takes_host_time_for_every_parameter():
-    reduced, fixes = reduction(Model()), ["optimizer_in_backward"]
-    assert reduced is not None
-
-    def cost(step):
-        return costs(oomph.predict(step, gpu="h200"), link=1e9)
-
-    whole, fixed = cost(STEP), cost(oomph.apply(fixes, STEP))
-    two = reduced.workload(STEP)
-    proposal = Proposal("optimizer_in_backward", "exact", "", ("optimizer",), {})
-    estimated = reduced.costs(proposal, cost(oomph.apply(fixes, two)), cost(two), whole)
-    assert estimated[1] == pytest.approx(fixed[1], rel=0.05)  # the host's seconds
-
-
 def test_a_plan_applied_to_a_model_leaves_out_what_changes_the_step(plan):
     others = [use.fix for use in plan.fixes if not find(use.fix).changes_model]
     assert others
     with pytest.warns(UserWarning, match=f"not applied.*{others[0]}.*oomph run --plan"):
         changes = oomph.apply(plan, Model())
     assert {change.fix for change in changes} == {use.fix for use in plan.fixes} - set(others)
-
-
-def test_nothing_predicted_that_fits_is_faster(plan):
-    assert all(one.step_seconds >= plan.after.step_seconds * 0.99 for one in plan.front if one.fits)
 
 
 def test_the_report_says_how_to_apply_it(found, plan):

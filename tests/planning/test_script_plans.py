@@ -13,8 +13,6 @@ from torch import nn
 
 import oomph
 from oomph.cli.main import run
-from oomph.fixes import uses_of
-from oomph.fixes.scripts import ModelChange, on_each_optimizer
 from oomph.planning import read_plan
 from oomph.report.fixes import plan_text
 from oomph.report.terminal import report_console
@@ -158,14 +156,6 @@ def test_a_script_without_an_optimizer_or_with_a_compiled_model_is_changed_too(
     assert shown.out == plain != ""
 
 
-def test_options_of_the_scripts_optimizer_are_set():
-    found = []
-    model, change = nn.Sequential(nn.Linear(2, 2)), ModelChange(uses_of(["fused_optimizer"]))
-    with on_each_optimizer(change), on_each_optimizer(found.append):
-        torch.optim.AdamW(model.parameters())
-    assert found[0].param_groups[0]["fused"]
-
-
 def test_a_script_whose_model_cannot_be_found_gets_a_verdict(tmp_path):
     file = tmp_path / "no_model.py"
     file.write_text(
@@ -187,28 +177,6 @@ def test_a_model_that_was_built_before_the_prediction_is_found():
             optimizer.step()
 
     assert oomph.fit(train, gpu="h200", max="20MiB").model.startswith("Linear, ")
-
-
-def test_a_plan_counts_what_an_optimizer_allocates_in_its_third_step_only(tmp_path):
-    file = tmp_path / "third_step.py"
-    file.write_text("""
-import torch
-class Optimizer(torch.optim.Optimizer):
-    steps = 0
-    def step(self):
-        self.steps += 1
-        if self.steps % 3 == 0:
-            torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
-model = torch.nn.Linear(512, 512, device="cuda")
-optimizer = Optimizer(model.parameters(), {})
-while True:
-    model(torch.randn(8192, 512, device="cuda")).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-""")
-    plan = oomph.fit(oomph.Script(str(file)), gpu="h200", max="200MiB")
-    assert not plan.fits
-    assert plan.after.peak.reserved > 1 << 28
 
 
 def test_a_later_step_counts_if_asked_for(tmp_path, capsys):
