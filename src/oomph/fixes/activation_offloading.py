@@ -349,19 +349,14 @@ class CopyStreams:
 
         The pinned buffer may still be read by an earlier copy to the device.
         """
-        if self._to_host is None or self._to_device is None:
-            copy()
-            return None
-        self._to_host.wait_stream(self._to_device)
+        if self._to_host is not None:
+            self._to_host.wait_stream(self._to_device)
         return self._run(self._to_host, copy)
 
     def copy_to_device(
         self, copy: Callable[[], None], copied_to_host: torch.cuda.Event | None
     ) -> torch.cuda.Event | None:
         """Copy into memory that was allocated on the current stream, which may have used it before."""
-        if self._to_device is None:
-            copy()
-            return None
         if copied_to_host is not None:
             self._to_device.wait_event(copied_to_host)
         return self._run(self._to_device, copy)
@@ -371,11 +366,12 @@ class CopyStreams:
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
 
-    def _run(self, stream: torch.cuda.Stream, copy: Callable[[], None]) -> torch.cuda.Event:
-        stream.wait_stream(torch.cuda.current_stream(self.device))
+    def _run(self, stream: torch.cuda.Stream | None, copy: Callable[[], None]) -> torch.cuda.Event | None:
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             copy()
-        return stream.record_event()  # type: ignore[no-any-return]
+        return None if stream is None else stream.record_event()
 
 
 class PinnedBufferPool:

@@ -8,7 +8,6 @@ Whatever is done to the leading dimensions of the logits is done to the hidden s
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from oomph.errors import ArgumentError, UserError
 from oomph.fixes.journal import Journal, WrappedForward
-from oomph.fixes.lazy_tensor import Args, Expression, Kwargs, RecordedCall, lazy_tensor
+from oomph.fixes.lazy_tensor import Args, Expression, Kwargs, RecordedCall, autocast_as, lazy_tensor
 from oomph.fixes.modules import chosen_modules, is_plain_call, is_plain_linear, name_of
 from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.ops import common
@@ -376,7 +375,7 @@ def _loss(
         if abs(factor - 1.0) > _EXACT:
             # Scale the hidden state, which is narrower than the logits and rounded as often.
             hidden, bias = hidden * factor, None if bias is None else bias * factor
-        with _head_autocast(logits):
+        with autocast_as(logits.device, logits.head_autocast):
             loss = linear_cross_entropy(
                 hidden,
                 logits.weight,
@@ -409,14 +408,6 @@ def _gathered(
         return None
     loss = _loss(logits, index.squeeze(classes), ignore_index=_NO_INDEX, reduction="none")
     return None if loss is None else -loss.unsqueeze(classes).to(logits.dtype)
-
-
-def _head_autocast(logits: Logits) -> Any:
-    """The product runs in the dtype that it has where the head is called."""
-    kind, dtype = logits.hidden.device.type, logits.head_autocast
-    if (torch.get_autocast_dtype(kind) if autocast_enabled(logits.hidden) else None) == dtype:
-        return contextlib.nullcontext()
-    return torch.autocast(kind, dtype or torch.get_autocast_dtype(kind), dtype is not None)
 
 
 def _takes_class_weight(logits: Logits, class_weight: Tensor | None) -> bool:

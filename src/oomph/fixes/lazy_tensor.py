@@ -239,11 +239,7 @@ class Expression:
     @contextlib.contextmanager
     def settings(self) -> Iterator[None]:
         """Gradient mode and autocast as they were when the call was recorded."""
-        with torch.set_grad_enabled(self.grad_enabled), contextlib.ExitStack() as stack:
-            if _autocast_dtype(self.device) != self.autocast:
-                kind = self.device.type
-                dtype = self.autocast or torch.get_autocast_dtype(kind)
-                stack.enter_context(torch.autocast(kind, dtype, self.autocast is not None))
+        with torch.set_grad_enabled(self.grad_enabled), autocast_as(self.device, self.autocast):
             yield
 
     def has_current_settings(self) -> bool:
@@ -257,6 +253,13 @@ def _autocast_dtype(device: torch.device) -> torch.dtype | None:
     if kind not in ("cpu", "cuda") and not torch.amp.is_autocast_available(kind):
         return None
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def autocast_as(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+    """Autocast to `dtype`; None: off. Nothing is entered where it is so already."""
+    if _autocast_dtype(device) == dtype:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype or torch.get_autocast_dtype(device.type), dtype is not None)
 
 
 def _version(tensor: Tensor) -> int:

@@ -17,7 +17,7 @@ from torch import nn
 
 from oomph.errors import UserError
 from oomph.fixes.journal import Journal
-from oomph.fixes.modules import has_data, names_option
+from oomph.fixes.modules import equal_groups, has_data, names_option
 from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.units import MiB, format_bytes
 
@@ -71,7 +71,8 @@ class SharedBuffers(Fix):
             )
         for first, *others in groups:
             for buffer in others:
-                _share(buffer, first, journal)
+                what = f"is the same tensor as {first.full_name}"
+                journal.set(buffer.module, buffer.name, first.tensor, buffer.full_name, what)
         full_names = tuple(tuple(buffer.full_name for buffer in group) for group in groups)
         handle = model.register_load_state_dict_pre_hook(partial(_check_state_dict, groups=full_names))
         what = "checks that a loaded state dict has equal values for shared buffers"
@@ -82,20 +83,6 @@ class SharedBuffers(Fix):
         journal.wrap_forward(
             model, partial(_checking_versions, shared=firsts), "", "checks that no shared buffer is written"
         )
-
-
-def _share(buffer: _Buffer, first: _Buffer, journal: Journal) -> None:
-    buffers, name, own, shared = buffer.module._buffers, buffer.name, buffer.tensor, first.tensor
-    buffers[name] = shared
-
-    def undo() -> None:
-        now = buffers.get(name)
-        if now is shared or now is None:
-            buffers[name] = own
-        else:  # the model was moved since
-            buffers[name] = own.to(now.device, now.dtype) if has_data(own) else now.clone()
-
-    journal.record(buffer.full_name, f"is the same tensor as {first.full_name}", undo)
 
 
 def _check_state_dict(
@@ -132,11 +119,14 @@ def _apply_once_to_shared(model: nn.Module, fn: Callable[..., Any], recurse: boo
 def _checking_versions(
     forward: Callable[..., Any], *args: Any, shared: tuple[tuple[str, nn.Module, str], ...], **kwargs: Any
 ) -> Any:
-    before = [_version(module._buffers.get(buffer)) for _, module, buffer in shared]
+    before = [
+        (name, tensor, tensor._version)
+        for name, module, buffer in shared
+        if (tensor := module._buffers.get(buffer)) is not None and not tensor.is_inference()
+    ]
     result = forward(*args, **kwargs)
-    for (name, module, buffer), old in zip(shared, before, strict=True):
-        new = _version(module._buffers.get(buffer))
-        if new is not None and old is not None and new[0] is old[0] and new[1] != old[1]:
+    for name, tensor, version in before:
+        if tensor._version != version:
             raise UserError(
                 f"fix 'shared_buffers': forward writes buffer {name!r}, which is shared with other layers; "
                 "undo the fix, or name the buffers that may be shared in buffers=[...]"
@@ -144,33 +134,18 @@ def _checking_versions(
     return result
 
 
-def _version(tensor: torch.Tensor | None) -> tuple[torch.Tensor, int] | None:
-    return None if tensor is None or tensor.is_inference() else (tensor, tensor._version)
-
-
 # ---------------------------------------------------------------------------------------- equal buffers
 
 
 def _equal_buffers(model: nn.Module, names: list[str] | None) -> list[list[_Buffer]]:
     """Groups of two or more buffers that are different tensors with equal values."""
-    alike: dict[Any, list[list[_Buffer]]] = {}
-    seen: set[int] = set()
+    found: dict[int, _Buffer] = {}
     for path, module in model.named_modules():
         for name, tensor in module._buffers.items():
-            if tensor is None or id(tensor) in seen or not (names is None or name in names):
-                continue
-            if not _may_be_shared(module, name, tensor):
-                continue
-            seen.add(id(tensor))
-            buffer = _Buffer(path, module, name)
-            layout = (type(module), name, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-            groups = alike.setdefault(layout, [])
-            group = next((group for group in groups if _equal(group[0], buffer)), None)
-            if group is None:
-                groups.append([buffer])
-            else:
-                group.append(buffer)
-    return [group for groups in alike.values() for group in groups if len(group) > 1]
+            chosen = tensor is not None and (names is None or name in names)
+            if chosen and _may_be_shared(module, name, tensor):
+                found.setdefault(id(tensor), _Buffer(path, module, name))
+    return equal_groups(found.values(), _equal)
 
 
 def _may_be_shared(module: nn.Module, name: str, tensor: torch.Tensor) -> bool:
@@ -186,9 +161,11 @@ def _may_be_shared(module: nn.Module, name: str, tensor: torch.Tensor) -> bool:
 
 
 def _equal(one: _Buffer, other: _Buffer) -> bool:
-    if has_data(one.tensor) and has_data(other.tensor):
-        return _same_tensor(one.tensor, other.tensor)
-    return _same_attributes(one.module, other.module)
+    mine, theirs = one.tensor, other.tensor
+    if (type(one.module), one.name, mine.stride()) != (type(other.module), other.name, theirs.stride()):
+        return False
+    same = has_data(mine) and has_data(theirs)
+    return _same_tensor(mine, theirs) and (same or _same_attributes(one.module, other.module))
 
 
 def same_attributes_and_buffers(one: nn.Module, other: nn.Module) -> bool:

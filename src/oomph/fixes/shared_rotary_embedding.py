@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from oomph.errors import UserError
 from oomph.fixes.journal import Journal
-from oomph.fixes.modules import chosen_modules, common_parent
+from oomph.fixes.modules import chosen_modules, common_parent, equal_groups
 from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.fixes.shared_buffers import same_attributes_and_buffers
 from oomph.nn.blocks import NamedModule
@@ -92,15 +92,7 @@ def _rotary_modules(model: nn.Module) -> list[NamedModule]:
 
 
 def _equal_modules(modules: Sequence[NamedModule]) -> list[list[NamedModule]]:
-    groups: list[list[NamedModule]] = []
-    for one in modules:
-        for group in groups:
-            if same_attributes_and_buffers(group[0].module, one.module):
-                group.append(one)
-                break
-        else:
-            groups.append([one])
-    return [group for group in groups if len(group) > 1]
+    return equal_groups(modules, lambda one, other: same_attributes_and_buffers(one.module, other.module))
 
 
 class ForwardCache:

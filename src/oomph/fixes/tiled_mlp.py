@@ -217,7 +217,11 @@ def _tiled(
         except NotRecognised:
             pass
     parameters = MLP("", module, method).parameters
-    on_rows = _CallOnRows(call) if x.dim() == 3 else call
+
+    def on_rows(rows: Tensor) -> Any:
+        """With [1, rows, features] for [rows, features]: many take batches of sequences only."""
+        return call(rows.unsqueeze(0)).squeeze(0) if x.dim() == 3 else call(rows)
+
     return tiled_mlp(on_rows, x, tile=tile, memory_budget=memory_budget, parameters=parameters)
 
 
@@ -226,16 +230,6 @@ def _weights(module: nn.Module) -> MLPWeights:
     bare = object.__new__(type(module))
     bare.__dict__ = {name: value for name, value in vars(module).items() if name != "forward"}
     return recognise(bare)
-
-
-class _CallOnRows:
-    """Calls a method with [1, rows, features] for [rows, features]: many take batches of sequences only."""
-
-    def __init__(self, method: Callable[[Tensor], Tensor]) -> None:
-        self.method = method
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.method(x.unsqueeze(0)).squeeze(0)
 
 
 def _try_each_kind(found: Sequence[MLP]) -> None:

@@ -136,18 +136,14 @@ class CPUOffloadOptimizer(ReplacingOptimizer):
 
     def _copy_gradients(self, bucket: list[_HostCopy], buffer: Tensor) -> torch.cuda.Event | None:
         """Start to copy the gradients to the host; returns the event that ends the copies."""
-        offset = 0
-        device = bucket[0].parameter.device
-        if device.type != "cuda":
+        offset, device = 0, bucket[0].parameter.device
+        if device.type == "cuda":
+            self._stream = self._stream or torch.cuda.Stream(device)
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):  # None: the copies end at once
             for copy in bucket:
                 offset = copy.receive_gradient(buffer, offset)
-            return None
-        stream = self._stream = self._stream or torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            for copy in bucket:
-                offset = copy.receive_gradient(buffer, offset)
-            return stream.record_event()  # type: ignore[no-any-return]
+        return None if self._stream is None else self._stream.record_event()
 
     def _step_on_host(self, bucket: list[_HostCopy], copied: torch.cuda.Event | None) -> None:
         if copied is not None:
