@@ -85,11 +85,14 @@ def test_command_prints_findings_of_a_workload_as_json(capsys):
     assert "attn_implementation" not in cause["fixes"]  # of Hugging Face's models
 
 
-@pytest.mark.parametrize("target", ["train.py", "train.py:training"])
-def test_command_names_the_fixes_that_apply_to_the_model_of_a_program(target, capsys, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("target", "most_runs"), [("train.py", 1), ("train.py:training", 3)])
+def test_command_names_the_fixes_that_apply_to_the_model_of_a_program(
+    target, most_runs, capsys, monkeypatch, tmp_path
+):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text("""
-import torch
+    read, write = os.pipe()
+    (tmp_path / "train.py").write_text(f"""
+import os, torch
 from torch import nn
 
 class Attention(nn.Module):
@@ -102,6 +105,7 @@ class Attention(nn.Module):
         return (q @ k.transpose(1, 2)).softmax(-1) @ v
 
 def training():
+    os.write({write}, b"!")
     model = Attention().cuda()
     optimizer = torch.optim.AdamW(model.parameters())
     def step():
@@ -116,7 +120,11 @@ if __name__ == "__main__":
         step()
 """)
     assert run(["diagnose", target, "--json"]) == 0
+    os.close(write)
+    with open(read, "rb") as runs:
+        assert len(runs.read()) <= most_runs
     cause = json.loads(capsys.readouterr().out)["findings"][0]
+    # attn_implementation is of Hugging Face's models; micro_batches changes the step, which a program computes
     assert (cause["pattern"], cause["fixes"]) == ("attention matrices", ["fused_attention"])
 
 
@@ -268,22 +276,6 @@ def test_what_looks_like_another_pattern_is_none(program, wrong, right):
     assert not found & wrong
 
 
-@in_process
-def test_pictures_of_two_sizes_are_two_terms():
-    layers = (nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3, padding=1))
-    workload = oomph.Workload(
-        model=lambda: nn.Sequential(*layers, nn.ReLU()),
-        batch=lambda device: torch.randn(16, 3, 64, 64, device=device),
-        loss=lambda model, x: model(x).square().mean(),
-    )
-    (found,) = (
-        one for one in oomph.diagnose(workload).findings if one.pattern == "activations across layers"
-    )
-    terms = found.formula.split(" + ")
-    assert "B*N^2*8 float32" in terms  # not 2 x: the second convolution's are 32 wide
-    assert "N=64" in found.formula
-
-
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_script_that_only_infers_is_diagnosed_as_that(grad, tmp_path, capsys):
     (tmp_path / "infer.py").write_text(f"""
@@ -355,27 +347,3 @@ def test_activations_of_an_evaluation_are_not_said_to_be_saved_for_backward(aver
     assert (cause.pattern, cause.fixes) == ("evaluation", ())
     assert "smaller batch" in cause.advice
     assert "activations across layers" not in {one.pattern for one in others}
-
-
-def test_a_script_runs_once_and_gets_the_fixes_that_apply_to_its_model(tmp_path, capsys):
-    read, write = os.pipe()
-    script = f"""
-import os, torch
-os.write({write}, b"!")
-layers = [torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.GELU()) for _ in range(6)]
-model = torch.nn.Sequential(*layers).cuda()
-optimizer = torch.optim.SGD(model.parameters())
-while True:
-    model(torch.randn(8192, 512, device="cuda")).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-"""
-    (tmp_path / "train.py").write_text(script)
-    assert run(["diagnose", str(tmp_path / "train.py"), "--json"]) == 0
-    os.close(write)
-    with open(read, "rb") as runs:
-        assert runs.read() == b"!"
-    found = json.loads(capsys.readouterr().out)["findings"]
-    fixes = {name for one in found for name in one["fixes"]}
-    assert "activation_checkpointing" in fixes
-    assert "micro_batches" not in fixes  # changes the step, which a script computes

@@ -81,18 +81,6 @@ def test_a_measurement_sets_the_allocator_and_sets_it_back(monkeypatch):
     assert cuda.said[1:] == ["expandable_segments:False,max_split_size_mb:8796093022207"]
 
 
-def test_what_the_process_was_started_with_is_set_again_and_not_set_twice(monkeypatch):
-    cuda = FakeCuda(monkeypatch)
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
-    with allocator_set_to("expandable_segments:True", DEVICE):
-        pass
-    assert cuda.said[-1] == "max_split_size_mb:64"
-    cuda.said.clear()
-    with allocator_set_to("max_split_size_mb:64", DEVICE), allocator_set_to(None, DEVICE):
-        pass
-    assert cuda.said == []
-
-
 def test_a_process_that_holds_memory_already_is_told_what_to_set(monkeypatch):
     FakeCuda(monkeypatch, reserved=2 * MIB)
     with (

@@ -281,37 +281,3 @@ def test_an_old_name_works_and_warns(old, new):
     with pytest.warns(FutureWarning, match=f"fix '{old}' is deprecated; use '{new}'"):
         found = fixes.find(old)
     assert found.name == new
-
-
-# ------------------------------------------------------------------------------------------- proposals
-
-
-def accumulating(accumulate, loss=plain_loss):
-    return oomph.Workload(
-        lambda: seeded(lambda: TinyLM(layers=1)),
-        lambda device: tiny_batch(device, 4, 64),
-        loss,
-        accumulate=accumulate,
-    )
-
-
-def test_accumulated_batches_are_traced_once(capfd):
-    def loss(model, batch):
-        print("one batch")
-        return plain_loss(model, batch)
-
-    work = accumulating(6, loss)
-    prediction = oomph.predict(work, gpu="h200")
-    assert capfd.readouterr().out.count("one batch\n") == 2 + 1  # the third step repeats the second
-    (proposal,) = fixes.propose(prediction, work, only=("bf16_parameters",))
-    exact = oomph.predict(oomph.apply(proposal, work), gpu="h200")
-    assert (proposal.peak, proposal.fits) == (exact.peak, exact.fits)
-    assert proposal.slowdown == pytest.approx(exact.step_seconds / prediction.step_seconds)
-
-
-def test_the_limit_of_a_prediction_is_that_of_its_proposals():
-    work = accumulating(1)
-    prediction = oomph.predict(work, gpu="24GiB", max="1MiB")
-    assert prediction.fits is False
-    found = fixes.propose(prediction, work, only=("activation_checkpointing",))
-    assert {proposal.fits for proposal in found} <= {False}

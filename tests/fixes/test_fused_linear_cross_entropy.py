@@ -237,25 +237,6 @@ def _check_reading(use, grad):
         assert torch.equal(found, expected)
 
 
-def test_hooks_and_retained_gradients_of_logits():
-    x, y = batch_of()
-
-    def gradient_of_logits(model, how):
-        logits, seen = model(x), []
-        if how == "hook":
-            logits.register_hook(lambda grad: seen.append(grad))
-        else:
-            logits.retain_grad()
-        F.cross_entropy(logits.mT, y).backward()
-        return seen[0] if seen else logits.grad
-
-    model = seeded(Model)
-    expected = gradient_of_logits(model, "hook")
-    fixes.apply_to_model(FixUse("fused_linear_cross_entropy", {"heads": ["head"]}), model)
-    for how in ("hook", "retain"):
-        torch.testing.assert_close(gradient_of_logits(model, how), expected)
-
-
 def test_evaluation_needs_no_logits_either_and_inference_mode_gets_them():
     model, (x, y) = fixed(), batch_of(torch.float32)
     with torch.no_grad():

@@ -18,13 +18,14 @@ OUT = 24
 class Plastic(nn.Module):
     """Field report 003: a change of the weight per token, from a modulation of low rank."""
 
-    def __init__(self, how):
+    def __init__(self, how, scale=1):
         super().__init__()
         self.how = how
-        self.weight = nn.Parameter(torch.randn(OUT, W) / 4)
-        self.A, self.B = nn.Parameter(torch.randn(W, R) / 4), nn.Parameter(torch.randn(R, OUT))
-        self.modulation = nn.Linear(W, R)
-        self.u, self.v = nn.Linear(W, OUT), nn.Linear(W, W)
+        width, out = scale * W, scale * OUT
+        self.weight = nn.Parameter(torch.randn(out, width) / 4)
+        self.A, self.B = nn.Parameter(torch.randn(width, R) / 4), nn.Parameter(torch.randn(R, out))
+        self.modulation = nn.Linear(width, R)
+        self.u, self.v = nn.Linear(width, out), nn.Linear(width, width)
 
     def forward(self, h):
         return self.how(self, h)
@@ -57,9 +58,9 @@ PENALTIES = {
 
 
 class Model(nn.Module):
-    def __init__(self, how, penalty="none", plastic=Plastic):
+    def __init__(self, how, penalty="none"):
         super().__init__()
-        self.first, self.plastic, self.last = nn.Linear(W, W), plastic(how), nn.Linear(OUT, W)
+        self.first, self.plastic, self.last = nn.Linear(W, W), Plastic(how), nn.Linear(OUT, W)
         self.penalty = PENALTIES[penalty]
 
     def forward(self, x):
@@ -143,19 +144,10 @@ def test_autocast_gives_what_it_gave_to_its_precision():
     torch.testing.assert_close(result, expected, rtol=0.05, atol=0.05)
 
 
-class Wide(Plastic):
-    def __init__(self, how):
-        super().__init__(how)
-        self.weight = nn.Parameter(torch.randn(OUT * 16, W * 16) / 4)
-        self.A, self.B = nn.Parameter(torch.randn(W * 16, R)), nn.Parameter(torch.randn(R, OUT * 16))
-        self.modulation = nn.Linear(W * 16, R)
-
-
-class Wider(nn.Module):
+class Wide(nn.Module):
     def __init__(self):
         super().__init__()
-        self.block = nn.Module()
-        self.layer = Wide(report)
+        self.layer = Plastic(report, scale=16)
 
     def forward(self, x):
         return self.layer(x)[0]
@@ -163,7 +155,7 @@ class Wider(nn.Module):
 
 def test_the_saving_is_proposed_where_the_deltas_are():
     work = oomph.Workload(
-        Wider, lambda device: torch.ones(2, 64, W * 16, device=device), lambda m, x: m(x).square().mean()
+        Wide, lambda device: torch.ones(2, 64, W * 16, device=device), lambda m, x: m(x).square().mean()
     )
     prediction = oomph.predict(work, gpu="h200")
     (proposal,) = fixes.propose(prediction, work, only=("modulated_linear",))

@@ -82,7 +82,7 @@ def test_a_scheduler_made_by_the_factory_goes_on(fix):
     assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 / 8)
 
 
-@pytest.mark.parametrize("fix", EXACT)
+@pytest.mark.parametrize("fix", [*EXACT, "optimizer_8bit"])
 def test_a_checkpoint_continues_where_it_was(fix):
     work = replace(workload(layers=1), optimizer=ADAMW)
     fixed = fixes.apply(fix, work)
@@ -92,7 +92,7 @@ def test_a_checkpoint_continues_where_it_was(fix):
     fresh.load_state_dict(state)
     for (_, one), (_, two) in zip(state["state"].items(), fresh.state_dict()["state"].items(), strict=True):
         assert one.keys() == two.keys()
-        assert all(torch.equal(one[key], two[key]) for key in one)
+        assert all(torch.equal(one[key], two[key]) and one[key].dtype == two[key].dtype for key in one)
 
 
 @pytest.mark.parametrize("fix", EXACT)

@@ -71,17 +71,6 @@ def test_any_function_of_single_tokens_is_tiled(kind, tile):
         same_gradients(before, gradients(twin, loss, x), 1e-12)
 
 
-def test_chosen_modules_alone_are_tiled_and_recomputation_encloses_them():
-    model, batch = seeded(TinyLM), tiny_batch("cpu")
-    before = gradients(model, plain_loss, batch)
-    changed = fixes.apply_to_model(
-        ["activation_checkpointing", tiled(modules=["blocks.1.mlp"], tile=9)], model
-    )
-    assert changed[0].where == "blocks.1.mlp"
-    assert changed[0].what == "tiled: 9 tokens"
-    same_gradients(before, gradients(model, plain_loss, batch), 1e-5)
-
-
 def test_the_peak_falls_where_mlps_are_what_fills_it():
     work = workload(layers=2, width=256, heads=4, longest=128)
     work = oomph.Workload(work.model, lambda device: tiny_batch(device, 128, 128), work.loss)
