@@ -124,7 +124,6 @@ if __name__ == "__main__":
     with open(read, "rb") as runs:
         assert len(runs.read()) <= most_runs
     cause = json.loads(capsys.readouterr().out)["findings"][0]
-    # attn_implementation is of Hugging Face's models; micro_batches changes the step, which a program computes
     assert (cause["pattern"], cause["fixes"]) == ("attention matrices", ["fused_attention"])
 
 
