@@ -166,11 +166,10 @@ class _StoppedProgram:
     def _proposals_here(self, prediction: Prediction) -> Proposals:
         is_script = isinstance(self, ScriptProgram)
         propose = functools.partial(_proposals_for, prediction, is_script, self._made)
-        ((_, found),) = run_forked([propose], 1)
-        if isinstance(found, UserError):  # nothing can be applied
-            return Proposals(reason=str(found))
-        if isinstance(found, Exception):
-            raise found
+        try:
+            found = _in_fork(propose)
+        except UserError as error:  # nothing can be applied
+            return Proposals(reason=str(error))
         self.reduction = reduction(model_of(self._made))
         return found
 
@@ -188,11 +187,9 @@ class FunctionProgram(_StoppedProgram):
     def search(self, search: Callable[[Progress], Found], progress: Progress) -> Found:
         if autograd_runs_in_forks():
             stopped = self._calling(self._stop(search, progress))
-            ((_, found),) = run_forked([functools.partial(self._predict, stopped)], 1)
-            if isinstance(found, Exception):
-                raise found
+            found: Any = _in_fork(functools.partial(self._predict, stopped))
             if found is not None and not isinstance(found, Prediction):
-                return found  # type: ignore[no-any-return]
+                return found
         return search(progress)  # it was not stopped, or cannot be continued in forks
 
     def predict_with(self, sets: Sequence[Fixes]) -> Predictions:
@@ -208,13 +205,12 @@ class FunctionProgram(_StoppedProgram):
         def propose(optimizer: Any) -> None:
             raise _Proposals(_proposals_for(prediction, False, optimizer))
 
-        ((_, found),) = run_forked([functools.partial(self._predict, self._calling(propose))], 1)
-        if isinstance(found, _Proposals):
-            return found.found
-        if isinstance(found, UserError):  # nothing can be applied
-            return Proposals(reason=str(found))
-        if isinstance(found, Exception):
-            raise found
+        try:
+            _in_fork(functools.partial(self._predict, self._calling(propose)))
+        except _Proposals as answer:
+            return answer.found
+        except UserError as error:  # nothing can be applied
+            return Proposals(reason=str(error))
         return Proposals(
             reason="the function made no optimizer of torch.optim, by which its model is found; make one in "
             "it, or describe the step as an oomph.Workload"
@@ -301,8 +297,10 @@ def _requests(prediction: Prediction, step: int, with_update: bool = False) -> l
 def _predict_before_forks(run: Callable[[], Prediction]) -> Prediction:
     """In this process, so that its forks have torch's caches filled. Beside a GPU in a fork: torch runs no
     backward pass in forks of a process after its own."""
-    if not torch.cuda.device_count():
-        return run()
+    return _in_fork(run) if torch.cuda.device_count() else run()
+
+
+def _in_fork(run: Callable[[], Found]) -> Found:
     ((_, found),) = run_forked([run], 1)
     if isinstance(found, Exception):
         raise found
