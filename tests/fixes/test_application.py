@@ -44,13 +44,6 @@ class Accumulating(Fix):
         return replace(workload, accumulate=passes)
 
 
-class Replacing(Fix):
-    name, kind, changes = "replacing", "training", "Zeros."
-
-    def change_model(self, model, journal):
-        journal.set(model.head, "weight", nn.Parameter(torch.zeros(2, 2)), "head", "zeros")
-
-
 class _Times:
     def __init__(self, times):
         self.times = times
@@ -65,7 +58,7 @@ def _plus_one(forward, *args):
 
 @pytest.fixture
 def _own_fixes(monkeypatch):
-    mine = (Doubling(), Adding(), Accumulating(), Replacing())
+    mine = (Doubling(), Adding(), Accumulating())
     monkeypatch.setattr(registry, "_by_name", lambda: {fix.name: (i, fix) for i, fix in enumerate(mine)})
 
 
@@ -140,18 +133,6 @@ def test_apply_takes_a_live_model_and_undo_restores_it():
         oomph.apply("accumulating", model)
     with pytest.raises(UserError, match="undo takes a model; Workload was given"):
         fixes.undo(workload())
-
-
-@own_fixes
-def test_undo_after_a_move_moves_the_old_tensors():
-    model = nn.Sequential()
-    model.add_module("head", nn.Linear(2, 2))
-    weight, numbers = model.head.weight, model.head.weight.detach().clone()
-    fixes.apply_to_model("replacing", model)
-    model.to(torch.bfloat16)
-    fixes.undo(model)
-    assert model.head.weight is weight
-    assert torch.equal(model.head.weight, numbers.bfloat16())
 
 
 @own_fixes

@@ -5,8 +5,8 @@ from functools import cache
 
 import pytest
 from architectures import ARCHITECTURES, prepared
-from everything import Everything, workload
-from small import seeded, state_of
+from everything import Everything, batch, workload
+from small import plain_loss, seeded, state_of
 
 import oomph
 from oomph import fixes
@@ -104,6 +104,22 @@ def test_all_exact_fixes_at_once():
     assert len(together) >= 13
     check_numbers(together)
     check_undo(together, seeded(Everything))
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        *('fused_attention:modules=[""]', "hoist_batch_invariant", 'activation_checkpointing:blocks=[""]'),
+        'activation_offloading:blocks=["","blocks.0"]',
+    ],
+)
+def test_logits_are_not_computed_though_another_fix_is_around_the_whole_model(around):
+    model, given, heads = seeded(Everything), batch("cpu"), []
+    model.head.register_forward_hook(lambda head, args, logits: heads.append(logits))
+    fixes.apply([around, FixUse("fused_linear_cross_entropy", {"memory_budget": "1KiB"})], model)
+    plain_loss(model, given).backward()
+    assert heads
+    assert not any(logits.expression.computed for logits in heads)
 
 
 def test_a_hugging_face_model_takes_its_fixes_with_attn_implementation():

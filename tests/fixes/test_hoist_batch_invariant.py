@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from small import gradients, same_gradients, seeded, state_of
+from small import MLP, gradients, same_gradients, seeded, state_of
 from torch import nn
 
 import oomph
@@ -13,20 +13,6 @@ from oomph import fixes
 from oomph.errors import UserError
 from oomph.fixes.activation_checkpointing import KEEP
 from oomph.fixes.hoist_batch_invariant import BatchInvariantMode
-
-
-class FeedForward(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm, self.up, self.down = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 8 * width),
-            nn.Linear(4 * width, width),
-        )
-
-    def forward(self, x):
-        value, gate = self.up(self.norm(x)).chunk(2, -1)
-        return x + self.down(value * F.gelu(gate))
 
 
 class Attention(nn.Module):
@@ -57,7 +43,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.features = nn.Linear(2, width)
         self.bandwidth_lins = nn.ModuleList(
-            nn.Sequential(Attention(width), FeedForward(width)) for _ in range(scales)
+            nn.Sequential(Attention(width), nn.LayerNorm(width), MLP(width)) for _ in range(scales)
         )
         self.modulation = Attention(width)
         self.drop = nn.Dropout(drop)

@@ -39,15 +39,6 @@ def test_parts_give_the_gradients_of_the_whole(parts):
     same_gradients((loss, before), (new_loss, after), 1e-12)
 
 
-def test_a_batch_whose_labels_are_all_ignored_has_no_gradient():
-    def ignored(device):
-        return {**uneven(device), "targets": torch.full((6, 24), -100, device=device)}
-
-    loss, grads = step_gradients(fixes.apply("micro_batches", replace(workload(layers=1), batch=ignored)))
-    assert loss == 0
-    assert all(grad is None or (grad == 0).all() for grad in grads.values())
-
-
 def with_form(form, read):
     def loss(model, batch):
         tokens, labels = read(batch)

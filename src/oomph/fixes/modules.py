@@ -205,14 +205,13 @@ def model_id(model: nn.Module) -> str:
 def check_model_id(wanted: str, model: nn.Module) -> None:
     """UserError where a plan was made for another model."""
     if wanted and (found := model_id(model)) != wanted:
-        raise UserError(
-            f"the plan is for {_in_words(wanted)}, not for {_in_words(found)}; make one with `oomph fit`"
-        )
+        given, own = (f"{model_in_words(each)} ({each.rpartition(' ')[2]})" for each in (wanted, found))
+        raise UserError(f"the plan is for {given}, not for {own}; make one with `oomph fit`")
 
 
-def _in_words(id: str) -> str:
+def model_in_words(id: str) -> str:
     name, _, rest = id.partition(" ")
-    return f"{name} with {int(rest.partition(' ')[0]):,} parameters ({rest.partition(' ')[2]})"
+    return f"{name}, {int(rest.split()[0]):,} parameters" if rest else ""
 
 
 def own_checkpointing(model: nn.Module) -> str | None:

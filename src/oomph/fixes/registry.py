@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -295,7 +296,9 @@ def _parse(text: str) -> FixUse:
     name, _, rest = text.partition(":")
     name = find(name.strip()).name
     options: dict[str, Any] = {}
-    for pair in _split_at_commas(rest):
+    for pair in re.split(r",(?![^[]*\])", rest):  # at commas outside of lists
+        if not pair.strip():
+            continue
         key, equals, value = pair.partition("=")
         if not equals or not key.strip().isidentifier():
             raise UserError(f"fix {text!r}: {pair!r} is not option=value; {VALID_FIX}")
@@ -306,17 +309,6 @@ def _parse(text: str) -> FixUse:
             is_list = word.startswith("[") and word.endswith("]")
             options[key.strip()] = [one.strip() for one in word[1:-1].split(",")] if is_list else word
     return FixUse(name, options)
-
-
-def _split_at_commas(text: str) -> list[str]:
-    """Split at commas outside brackets."""
-    parts, depth, start = [], 0, 0
-    for index, character in enumerate(text):
-        depth += (character in "[{") - (character in "]}")
-        if character == "," and depth == 0:
-            parts.append(text[start:index])
-            start = index + 1
-    return [part for part in (*parts, text[start:]) if part.strip()]
 
 
 def _rows_of_file(file: str) -> list[Any]:

@@ -19,7 +19,7 @@ from oomph.workload import Workload, rows_of
 
 
 @dataclass(frozen=True)
-class _ChangedBatch:
+class ChangedBatch:
     """Makes a batch, then changes every tensor in it by `change(tensor, batch)`."""
 
     make: Callable[..., Any]
@@ -72,7 +72,7 @@ class _SmallerSize(Fix):
         if name is not None:
             return replace(workload, sizes={**(workload.sizes or {}), name: value})
         return replace(
-            workload, batch=_ChangedBatch(workload.batch, partial(type(self).cut, now=now, value=value))
+            workload, batch=ChangedBatch(workload.batch, partial(type(self).cut, now=now, value=value))
         )
 
     def _current(self, workload: Workload, wanted: str | None) -> tuple[str | None, int | None]:
@@ -157,7 +157,7 @@ class SmallerVocabulary(Fix):
         """`size`: how many tokens are left; `unknown`: the token that replaces the others."""
         self._check(size, unknown)
         change = partial(_replace_unknown, size=size, unknown=unknown)
-        return replace(workload, batch=_ChangedBatch(workload.batch, change))
+        return replace(workload, batch=ChangedBatch(workload.batch, change))
 
     def change_model(self, model: nn.Module, journal: Journal, *, size: int, unknown: int = 0) -> None:
         self._check(size, unknown)

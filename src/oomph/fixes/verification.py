@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from oomph.errors import ProgramError, UserError, blame
 from oomph.fixes.application import apply
 from oomph.fixes.registry import Fixes, find, uses_of
+from oomph.fixes.training_changes import ChangedBatch
 from oomph.prediction import fake_model
 from oomph.prediction.isolation import run_isolated
 from oomph.records import Difference, FixKind, Progress, Verification
-from oomph.torch_internals import tree_map
 from oomph.units import GiB
 from oomph.workload import Workload
 
@@ -98,7 +98,7 @@ def widened(workload: Workload) -> Workload:
     """The workload in float64, if it is in float32."""
     if workload.dtype not in (None, torch.float32) or workload.autocast is not None:
         return workload
-    return replace(workload, dtype=torch.float64, batch=_float64_batch(workload.batch))
+    return replace(workload, dtype=torch.float64, batch=ChangedBatch(workload.batch, _in_float64))
 
 
 def _check_size(workload: Workload) -> None:
@@ -112,14 +112,8 @@ def _check_size(workload: Workload) -> None:
         )
 
 
-def _float64_batch(make: Callable[..., Any]) -> Callable[..., Any]:
-    def batch(*args: Any, **sizes: int) -> Any:
-        def wide(leaf: Any) -> Any:
-            return leaf.double() if isinstance(leaf, Tensor) and leaf.dtype == torch.float32 else leaf
-
-        return tree_map(wide, make(*args, **sizes))
-
-    return batch
+def _in_float64(leaf: Tensor, batch: Any) -> Tensor:
+    return leaf.double() if leaf.dtype == torch.float32 else leaf
 
 
 def _smaller(workload: Workload) -> str:

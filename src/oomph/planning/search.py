@@ -26,6 +26,7 @@ from typing import Any
 
 from oomph import gpus
 from oomph.errors import OomphError, UserError
+from oomph.fixes.modules import model_in_words
 from oomph.fixes.registry import conflict, find, position
 from oomph.gpus import GPU
 from oomph.planning.programs import Fixes, FunctionProgram, Program, Proposals, ScriptProgram, WorkloadProgram
@@ -271,7 +272,7 @@ class _Search:
             before=self.base.result,
             after=chosen.result,
             allowed=kinds,
-            model=_in_words(proposals.model_id),
+            model=model_in_words(proposals.model_id),
             front=self._front(kinds),
             conditions=tuple(
                 f"{use.fix}: {conditions[use.fix]}" for use in chosen.result.fixes if use.fix in conditions
@@ -723,11 +724,6 @@ def _smallest_bytes(parameter: Allocation, kinds: Collection[FixKind]) -> int:
     rounded = 2 * math.prod(parameter.shape) if "precision" in kinds else parameter.bytes
     may_be_halved = "training" in kinds and len(parameter.shape) == 2
     return min(parameter.bytes, rounded) // (2 if may_be_halved else 1)
-
-
-def _in_words(model_id: str) -> str:
-    name, _, rest = model_id.partition(" ")
-    return f"{name}, {int(rest.split()[0]):,} parameters" if rest else ""
 
 
 def _key(fixes: Fixes) -> Any:
