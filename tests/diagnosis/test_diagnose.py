@@ -261,7 +261,7 @@ def weights_cast_for_two_models():
 @pytest.mark.parametrize(
     ("program", "wrong", "right"),
     [
-        (pixel_classes, {"attention matrices"}, "activations across layers"),
+        (pixel_classes, {"attention matrices"}, "other activations"),
         (volumes, {"state transitions"}, "activations across layers"),
         (gathered_classes, {"one-hot"}, "logits"),
         (penalties_on_gradients, {"retained graph", "loop kept by autograd"}, "activations across layers"),
