@@ -7,7 +7,6 @@ from small import TinyLM, gradients, plain_loss, same_gradients, seeded, state_o
 import oomph
 from oomph import fixes
 from oomph.errors import UserError
-from oomph.nn.blocks import blocks
 from oomph.records import FixUse
 
 
@@ -57,12 +56,11 @@ class Mixer(torch.nn.Module):
 
 
 class Mixed(TinyLM):
-    """Two kinds of layers that take turns; `last` comes once."""
+    """Two kinds of layers that take turns."""
 
-    def __init__(self, last=None):
+    def __init__(self):
         super().__init__()
-        layers = [self.blocks[0], Mixer(), self.blocks[1], Mixer()]
-        self.blocks = torch.nn.ModuleList(layers if last is None else [*layers, last])
+        self.blocks = torch.nn.ModuleList([self.blocks[0], Mixer(), self.blocks[1], Mixer()])
 
 
 def test_layers_of_several_kinds_that_take_turns_are_all_wrapped():
@@ -71,11 +69,6 @@ def test_layers_of_several_kinds_that_take_turns_are_all_wrapped():
     changed = fixes.apply_to_model("activation_checkpointing", model)
     assert [change.where for change in changed] == [f"blocks.{number}" for number in range(4)]
     same_gradients(before, gradients(model, plain_loss, batch), 0)
-
-
-def test_a_list_with_a_kind_of_its_own_in_it_is_no_list_of_blocks():
-    model = Mixed(last=torch.nn.TransformerEncoderLayer(32, 2))
-    assert blocks(model) == []
 
 
 class Encoder(torch.nn.Module):

@@ -331,9 +331,6 @@ OWN = {
     "weights scaled": lambda m, q, k, v, p: ((q @ k.mT).softmax(-1) * 2) @ v,
     "added and filled": added_and_filled,
     "autograd function": lambda m, q, k, v, p: _Doubled.apply(q @ k.mT).softmax(-1) @ v,
-    "five dimensions": lambda m, q, k, v, p: ((q[:, :, None] @ k[:, :, None].mT).softmax(-1) @ v[:, :, None])[
-        :, :, 0
-    ],
     "learned temperature": lambda m, q, k, v, p: (q @ k.mT * q.mean((-1, -2), keepdim=True)).softmax(-1) @ v,
     "weights set to zero": lambda m, q, k, v, p: filled(filled(q @ k.mT, p, -1e9).softmax(-1), p, 0.0) @ v,
     "two fill values": lambda m, q, k, v, p: (

@@ -119,15 +119,8 @@ def added_to(m, h):
     return torch.einsum("btoi,bti->bto", delta, h), delta.clone()
 
 
-def without_gradients(m, h):
-    with torch.no_grad():
-        delta = torch.einsum("bto,bti->btoi", m.u(h), m.v(h))
-    return torch.einsum("btoi,bti->bto", m.weight + delta, h), delta
-
-
-@pytest.mark.parametrize("how", [added_to, without_gradients], ids=lambda how: how.__name__)
-def test_anything_else_is_computed_as_it_was(how, x):
-    model = seeded(lambda: Model(how, "mean of squares")).double()
+def test_anything_else_is_computed_as_it_was(x):
+    model = seeded(lambda: Model(added_to, "mean of squares")).double()
     before = gradients(model, loss, x)
     fixes.apply_to_model("modulated_linear", model)
     same_gradients(before, gradients(model, loss, x), 1e-11)
