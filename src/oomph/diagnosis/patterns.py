@@ -141,9 +141,13 @@ class PeakAnalysis:
         return frozenset(each for a, b in shapes if min(a, b) >= 16 for each in ((a, b), (b, a)))
 
     @cached_property
+    def log_softmaxes(self) -> list[Allocation]:
+        return [one for one in self.all if base_op(one.op) == "_log_softmax"]
+
+    @cached_property
     def classes(self) -> frozenset[int]:
         """Sizes of vocabularies: what losses normalise over; and rows of tables that results have as well."""
-        normalised = [one for one in self.all if base_op(one.op) == "_log_softmax" and len(one.shape) == 2]
+        normalised = [one for one in self.log_softmaxes if len(one.shape) == 2]
         sums = (self.parent(one) for one in self.all if base_op(one.op) == "logsumexp")
         normalised += [source for source in sums if source is not None and len(source.shape) >= 2]
         tables = {one.rows for one in self.prediction.embeddings} - self.tokens
@@ -154,17 +158,13 @@ class PeakAnalysis:
     @cached_property
     def targets(self) -> int:
         """The most positions that a step has a loss of."""
-        losses = [
-            one.shape[0] for one in self.all if base_op(one.op) == "_log_softmax" and len(one.shape) == 2
-        ]
+        losses = [one.shape[0] for one in self.log_softmaxes if len(one.shape) == 2]
         return max(losses, default=self.rows * max(self.tokens, default=1))
 
     @cached_property
     def class_maps(self) -> frozenset[tuple[int, ...]]:
         """Shapes of logits with classes in the second dimension, as in segmentation."""
-        return frozenset(
-            one.shape for one in self.all if base_op(one.op) == "_log_softmax" and len(one.shape) > 2
-        )
+        return frozenset(one.shape for one in self.log_softmaxes if len(one.shape) > 2)
 
     @cached_property
     def unused_classes(self) -> frozenset[int]:

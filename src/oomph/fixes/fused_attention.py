@@ -37,7 +37,7 @@ from oomph.fixes.lazy_tensor import (
 from oomph.fixes.registry import FixContext, Target
 from oomph.ops.common import is_fake
 from oomph.ops.softmax_attention import attention
-from oomph.records import Allocation, Prediction
+from oomph.records import Prediction
 from oomph.torch_internals import FakeTensor
 
 # Where attention is ----------------------------------------------------------------------------------
@@ -48,13 +48,13 @@ def _has_own_code(model: nn.Module) -> bool:
     return not all(type(module).__module__.startswith(libraries) for module in model.modules())
 
 
-def attention_matrices(prediction: Prediction) -> dict[str, list[Allocation]]:
-    """Module -> the softmax results [..., T, S] that it keeps for backward.
+def attention_matrices(prediction: Prediction) -> list[str]:
+    """Modules that keep softmax results [..., T, S] for backward.
 
     A batched product of that shape precedes each, in the same module or its parent.
     """
     products: dict[str, set[tuple[int, ...]]] = {}
-    found: dict[str, list[Allocation]] = {}
+    found: dict[str, None] = {}
     for made in prediction.allocations:
         if made.stage != "forward activations" or len(made.shape) < 3:
             continue
@@ -64,8 +64,8 @@ def attention_matrices(prediction: Prediction) -> dict[str, list[Allocation]]:
         elif op in ("aten._softmax", "aten._safe_softmax") and made.saved:
             shapes = products.get(made.module, set()) | products.get(_parent(made.module), set())
             if shape in shapes:
-                found.setdefault(made.module, []).append(made)
-    return found
+                found[made.module] = None
+    return list(found)
 
 
 def _owner(model: nn.Module, path: str) -> str:
