@@ -349,7 +349,7 @@ class CopyStreams:
 
         The pinned buffer may still be read by an earlier copy to the device.
         """
-        if self._to_host is not None:
+        if self._to_host is not None and self._to_device is not None:
             self._to_host.wait_stream(self._to_device)
         return self._run(self._to_host, copy)
 
@@ -357,7 +357,7 @@ class CopyStreams:
         self, copy: Callable[[], None], copied_to_host: torch.cuda.Event | None
     ) -> torch.cuda.Event | None:
         """Copy into memory that was allocated on the current stream, which may have used it before."""
-        if copied_to_host is not None:
+        if self._to_device is not None and copied_to_host is not None:
             self._to_device.wait_event(copied_to_host)
         return self._run(self._to_device, copy)
 
