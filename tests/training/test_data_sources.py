@@ -67,15 +67,12 @@ def test_parquet_gives_every_row_once_and_resumes(tmp_path, rows_per_group):
 def test_bad_parquet_is_one_line_each(tmp_path):
     arrow, tables = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     tables.write_table(arrow.table({"id": [1], "body": ["x"]}), tmp_path / "a.parquet")
-    (tmp_path / "b.parquet").write_text("this is not parquet")
     with pytest.raises(
         UserError, match=r'a.parquet has no column "text" \(it has id, body\); name the column'
     ):
         open_text(str(tmp_path / "a.parquet"))
     with pytest.raises(UserError, match=r'^column "id" of .* holds int64, not text$'):
         open_text(str(tmp_path / "a.parquet"), "id")
-    with pytest.raises(UserError, match=r"b.parquet cannot be read as parquet: "):
-        open_text(str(tmp_path / "b.parquet"))
 
 
 def test_a_path_that_the_system_refuses_is_named(tmp_path):

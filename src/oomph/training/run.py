@@ -226,35 +226,30 @@ def folder_of(config: TrainConfig) -> Path:
 
 def check_folder(config: TrainConfig, folder: Path, resume: bool) -> None:
     """A new run never overwrites an old one; a resumed run has the config it was started with."""
+    own = folder / RUN_CONFIG
     try:
-        if is_run(folder):
-            _check_is_the_same(config, folder, resume)
-        else:
-            _check_is_unused(folder, resume)
+        if not is_run(folder):
+            if own.exists():
+                raise UserError(
+                    f"{own} is not of a run, and a run would overwrite it; give another output.dir"
+                )
+            if (folder / "checkpoints").exists():
+                raise UserError(f"{folder} holds checkpoints, and no {RUN_CONFIG}; give another output.dir")
+            if resume:
+                raise UserError(f"{folder} holds no run to resume; leave --resume out, or give output.dir")
+            return
+        if not resume:
+            raise UserError(
+                f"{folder} holds a run already; continue with --resume, or give another output.dir"
+            )
+        different = _differences(read_config(folder, config.name).to_dict(), config.to_dict())
     except OSError as error:  # a name that is too long, a folder without permission
         raise UserError(f"cannot use {folder}: {error.strerror}; give another output.dir") from None
-
-
-def _check_is_the_same(config: TrainConfig, folder: Path, resume: bool) -> None:
-    if not resume:
-        raise UserError(f"{folder} holds a run already; continue with --resume, or give another output.dir")
-    different = _differences(read_config(folder, config.name).to_dict(), config.to_dict())
     if different:
         raise UserError(
             f"the run in {folder} was started with another config: {'; '.join(different)}; continue with its "
-            f"own, `oomph train {folder / RUN_CONFIG} --resume`, or give another output.dir"
+            f"own, `oomph train {own} --resume`, or give another output.dir"
         )
-
-
-def _check_is_unused(folder: Path, resume: bool) -> None:
-    if (folder / RUN_CONFIG).exists():
-        raise UserError(
-            f"{folder / RUN_CONFIG} is not of a run, and a run would overwrite it; give another output.dir"
-        )
-    if (folder / "checkpoints").exists():
-        raise UserError(f"{folder} holds checkpoints, and no {RUN_CONFIG}; give another output.dir")
-    if resume:
-        raise UserError(f"{folder} holds no run to resume; leave --resume out, or give output.dir")
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any], path: tuple[str, ...] = ()) -> list[str]:

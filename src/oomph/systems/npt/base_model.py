@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from oomph.errors import UserError
 from oomph.nn.modulated import FrozenLinear, weight_of
-from oomph.ops.common import matmul_dtype, no_autocast, no_compile
-from oomph.ops.modulation import Int8Weight, quantize_int8
-from oomph.ops.modulation.weights import add_times_weight, add_times_weight_transposed
+from oomph.ops.mlp import is_conv1d
+from oomph.ops.modulation import Int8Weight, modulated_linear, quantize_int8
 
 _LLAMA_3_ROPE = {
     "rope_type": "llama3",
@@ -123,36 +122,10 @@ def frozen_linear(h: Tensor, weight_df: Tensor | Int8Weight, bias: Tensor | None
     """h W + bias: [..., d] -> [..., f]. An 8-bit W is dequantized slice by slice, in forward and backward."""
     if isinstance(weight_df, Tensor):
         return F.linear(h, weight_df.t(), bias)
-    return _int8_linear(h.to(matmul_dtype(h)), weight_df, bias)
-
-
-@no_compile
-def _int8_linear(h: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
-    return _Int8Linear.apply(h, weight.values, weight.scale, bias)  # type: ignore[no-any-return]
-
-
-class _Int8Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, h: Tensor, values: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:  # type: ignore[override]
-        ctx.save_for_backward(values, scale)
-        h_Nd = h.reshape(-1, h.shape[-1])
-        with no_autocast(h):
-            y_Nf = h.new_zeros(len(h_Nd), values.shape[1])
-            if bias is not None:
-                y_Nf += bias
-            add_times_weight(y_Nf, h_Nd, values, scale)
-        return y_Nf.view(*h.shape[:-1], values.shape[1])
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        values, scale = ctx.saved_tensors
-        if not ctx.needs_input_grad[0]:
-            return None, None, None, None
-        g_Nf = g.reshape(-1, g.shape[-1]).contiguous()
-        with no_autocast(g):
-            grad_Nd = g.new_zeros(len(g_Nf), values.shape[0])
-            add_times_weight_transposed(grad_Nd, g_Nf, values, scale)
-        return grad_Nd.view(*g.shape[:-1], values.shape[0]), None, None, None
+    # The low-rank change of nothing: zeros, of which the products take no time beside that with W.
+    d, f = weight_df.shape
+    none = h.new_zeros(1)
+    return modulated_linear(h, weight_df, none.expand(d, 1), none.expand(1, f), none, bias)
 
 
 class Int8Linear(FrozenLinear):
@@ -165,15 +138,10 @@ class Int8Linear(FrozenLinear):
         return frozen_linear(h, self.base_weight, self.bias)
 
 
-def is_linear(module: nn.Module) -> bool:
-    """nn.Linear or GPT-2's Conv1D, recognised by name so that transformers need not be installed."""
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-
-
 def quantize_linear_layers(module: nn.Module) -> None:
     """Replace every linear layer inside `module` by an Int8Linear."""
     for name, child in list(module.named_children()):
-        if is_linear(child):
+        if isinstance(child, nn.Linear) or is_conv1d(child):
             setattr(module, name, Int8Linear(child))
         else:
             quantize_linear_layers(child)

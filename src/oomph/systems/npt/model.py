@@ -50,12 +50,9 @@ class NPComponent(ModulatedLinear):
     updates of a bfloat16 parameter are rounded away.
     """
 
-    def __init__(
-        self, *args: Any, modulation_scale: float = 0.1, on_cpu: bool = False, **options: Any
-    ) -> None:
-        super().__init__(*args, **options)
-        self.modulation_scale, self.on_cpu = modulation_scale, on_cpu
-        self._current: Tensor | None = None
+    modulation_scale = 0.1
+    on_cpu = False
+    _current: Tensor | None = None  # the modulation inside `modulated_by`
 
     @classmethod
     def replacing(

@@ -15,7 +15,7 @@ import socket
 import sysconfig
 from bisect import bisect_right
 from codecs import getincrementaldecoder
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -346,8 +346,7 @@ def open_hub_text(name: str) -> Corpus:
     if not entry.streamed:
         table = load_hub(name, entry)
         return Corpus(name, [TextTable(table, int(table.data.nbytes))])
-    datasets = _datasets(name)
-    builder = _hub_errors(name, lambda: datasets.load_dataset_builder(entry.repository, entry.configuration))
+    builder = _from_hub("load_dataset_builder", name, entry)
     # Parquet files: read by row groups, they shuffle and resume like local files.
     urls = [str(url) for url in builder.config.data_files["train"]]
     return Corpus(name, [open_parquet(url) for url in urls])
@@ -355,10 +354,7 @@ def open_hub_text(name: str) -> Corpus:
 
 def load_hub(name: str, entry: HubEntry) -> Any:
     """The rows of the training split."""
-    datasets = _datasets(name)
-    return _hub_errors(
-        name, lambda: datasets.load_dataset(entry.repository, entry.configuration, split="train")
-    )
+    return _from_hub("load_dataset", name, entry, split="train")
 
 
 def _datasets(name: str) -> Any:
@@ -377,9 +373,11 @@ def _datasets(name: str) -> Any:
     return datasets
 
 
-def _hub_errors(name: str, load: Callable[[], Any]) -> Any:
+def _from_hub(function: str, name: str, entry: HubEntry, **options: Any) -> Any:
+    """What a function of `datasets` returns for the entry."""
+    load = getattr(_datasets(name), function)
     try:
-        return load()
+        return load(entry.repository, entry.configuration, **options)
     except Exception as error:  # the library's, the network's and the formats' errors have no common base
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
