@@ -90,7 +90,6 @@ class _Code(NamedTuple):
     ends: Literal["engine", "outside", "user", "compiled"] | None
     ends_loss: bool  # a loss's function that is further up is not the innermost module's
     is_loss: bool
-    code: CodeType  # kept alive, so that its id stays its own
 
 
 class StackBoundary:
@@ -102,10 +101,16 @@ class StackBoundary:
         self.module_call: CodeType | None = None  # a module was called from here
         # of a program that the compiler generated, with the site of each line
         self.compiled: dict[CodeType, Callable[[int], CompiledSite | None]] = {}
-        self.known: dict[int, _Code] = {}  # by id: to hash a code object takes long
-        self.sites: dict[tuple[int, int], Site] = {}  # by id of the code, and line
+        # By file and qualified name: to hash a code object takes long, and so does id(), an audited event.
+        self._known: dict[str, dict[str, _Code]] = {}
+        self.sites: dict[tuple[str, str, int], Site] = {}  # by file, qualified name and line
 
-    def classify(self, code: CodeType) -> _Code:
+    def of(self, code: CodeType) -> _Code:
+        in_file = self._known.get(code.co_filename)
+        found = None if in_file is None else in_file.get(code.co_qualname)
+        return found or self._classify(code)
+
+    def _classify(self, code: CodeType) -> _Code:
         ends: Literal["engine", "outside", "user", "compiled"] | None = None
         if code in self.compiled:
             ends = "compiled"
@@ -116,17 +121,18 @@ class StackBoundary:
         elif not is_internal(code.co_filename):
             ends = "user"
         ends_loss = ends in ("engine", "outside") or code is self.module_call
-        found = self.known[id(code)] = _Code(ends, ends_loss, is_loss_name(code.co_name), code)
+        found = _Code(ends, ends_loss, is_loss_name(code.co_name))
+        self._known.setdefault(code.co_filename, {})[code.co_qualname] = found
         return found
 
 
-def find_site(boundary: StackBoundary, depth: int = 1) -> tuple[Site | None, bool]:
-    """The innermost user line, and whether the walk ended at the autograd engine without finding one."""
-    frame: FrameType | None = sys._getframe(depth)
-    known = boundary.known
+def find_site(boundary: StackBoundary, frame: FrameType | None = None) -> tuple[Site | None, bool]:
+    """The innermost user line, from this frame upwards, and whether the walk ended at the autograd engine
+    without finding one."""
+    frame = frame or sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        ends = (known.get(id(code)) or boundary.classify(code)).ends
+        ends = boundary.of(code).ends
         if ends is not None:
             if ends == "compiled":
                 return boundary.compiled[code](frame.f_lineno), False
@@ -137,13 +143,11 @@ def find_site(boundary: StackBoundary, depth: int = 1) -> tuple[Site | None, boo
     return None, False
 
 
-def in_loss_function(boundary: StackBoundary, depth: int = 1) -> bool:
+def in_loss_function(boundary: StackBoundary, frame: FrameType | None) -> bool:
     """Whether a function with a loss's name is running, inside the innermost module if there is one."""
-    frame: FrameType | None = sys._getframe(depth)
-    known = boundary.known
+    frame = frame or sys._getframe(1)
     while frame is not None:
-        code = frame.f_code
-        found = known.get(id(code)) or boundary.classify(code)
+        found = boundary.of(frame.f_code)
         if found.ends_loss or found.is_loss:
             return not found.ends_loss
         frame = frame.f_back
@@ -156,10 +160,10 @@ def is_loss_name(name: str) -> bool:
 
 
 def _site(boundary: StackBoundary, frame: FrameType) -> Site:
-    key = id(frame.f_code), frame.f_lineno
+    code = frame.f_code
+    key = code.co_filename, code.co_qualname, frame.f_lineno
     site = boundary.sites.get(key)
     if site is None:
-        code = frame.f_code
         caller = _caller(boundary, frame) if _is_installed(code.co_filename) else None
         function = code.co_qualname.replace("<locals>.", "")
         site = boundary.sites[key] = Site(code.co_filename, frame.f_lineno, function, caller=caller)
@@ -169,7 +173,7 @@ def _site(boundary: StackBoundary, frame: FrameType) -> Site:
 def _caller(boundary: StackBoundary, frame: FrameType | None) -> Site | None:
     """The nearest line above that is not an installed library's."""
     while frame is not None:
-        ends = boundary.classify(frame.f_code).ends
+        ends = boundary.of(frame.f_code).ends
         if ends == "user" and not _is_installed(frame.f_code.co_filename):
             return _site(boundary, frame)
         if ends in ("outside", "engine"):
@@ -307,10 +311,12 @@ class ModuleStack:
         def followed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() not in threads:
                 return call(self, *args, **kwargs)
-            if id(self) not in stack._names:
+            key = id(self)
+            path = stack._names.get(key)
+            if path is None:
                 guard.call("module path", type(self).__name__, lambda: stack.name(self), lambda: None)
-            path = stack._names.get(id(self), "")
-            run = stack._blocks.get(id(self))
+                path = stack._names.get(key, "")
+            run = stack._blocks.get(key)
             siblings = None if run is None else _living(run)
             outermost = siblings is not None and not stack._inside_block
             if siblings is not None:
@@ -320,9 +326,9 @@ class ModuleStack:
             stack._losses += is_loss
             try:
                 if len(stack._stack) == 1:
-                    stack._last_called, stack._last_training = id(self), bool(self.training)
+                    stack._last_called, stack._last_training = key, bool(self.training)
                     stack._last_root = weakref.ref(self)
-                    stack._called[stack._last_training].add(id(self))
+                    stack._called[stack._last_training].add(key)
                     stack._calls_by_root.clear()
                     before_root()
                     return call_root(call, self, args, kwargs)
@@ -330,8 +336,8 @@ class ModuleStack:
                     stack._inside_block = True
                     return call_block(call, self, siblings, path, args, kwargs)
                 if len(stack._stack) == 2 and not torch.is_grad_enabled():
-                    stack._calls_by_root[id(self)] += 1
-                    if stack._calls_by_root[id(self)] > _FEW_CALLS:
+                    stack._calls_by_root[key] += 1
+                    if stack._calls_by_root[key] > _FEW_CALLS:
                         return call_root(call, self, args, kwargs)
                 return call(self, *args, **kwargs)
             finally:

@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,6 @@ from oomph.prediction.cuda.rules import (
     aten_ops,
     bind,
     check_dtypes,
-    is_program_error,
     lacks_deterministic_kernel,
     op_name,
     program_error,
@@ -134,14 +134,6 @@ class _OpTraits(NamedTuple):
     is_deterministic: bool
 
 
-def _is_redispatched_by_python() -> bool:
-    """Whether the op that _dispatch runs comes from a mode or tensor subclass of the program's. Its handler
-    called the op, which is a function in Python itself."""
-    op = sys._getframe(1).f_back  # none in a thread that C++ has started
-    caller = None if op is None else op.f_back
-    return caller is not None and caller.f_code.co_name == "__torch_dispatch__"
-
-
 class DispatchMode(TorchDispatchMode):
     """Sits below autograd and autocast: sees exactly the aten ops that a GPU would run."""
 
@@ -151,7 +143,7 @@ class DispatchMode(TorchDispatchMode):
         self.placement = placement
         self.workspaces = CublasWorkspaces(tracer)
         self.fast_path = FastPath(tracer.fake_mode)
-        self._traits: dict[int, _OpTraits] = {}  # by id: to hash an op takes long
+        self._traits: dict[OpOverload, _OpTraits] = {}
         self._small_host_calls: set[Any] = set()  # with small results
         self.gradient_reuse = GradientReuse(tracer)
         self._sparse = SparseTensors(tracer, self._run)
@@ -186,12 +178,14 @@ class DispatchMode(TorchDispatchMode):
         if not types and not kwargs and tracer.call.place is None and _is_small_host_op(args):
             tracer.work.count_host_op()
             return func(*args)
-        if tracer.work.counting and _is_redispatched_by_python():
+        frame = sys._getframe().f_back  # of the op, which is a function in Python; of none in a thread of C++
+        if tracer.work.counting and _is_redispatched_by_python(frame):
             tracer.work.count_hooks(MODE_COST)
         given = dict(kwargs) if kwargs else {}
         with tracer.lock, disable_torch_function():
             tracer.call.inside_dispatch += 1
-            outer_line, tracer.line = tracer.line, ()
+            outer = tracer.caller, tracer.line
+            tracer.caller, tracer.line = frame, None
             try:
                 device = given.get("device")
                 if device is not None and device.type == "cuda":  # a decomposition of torch's asked for it
@@ -207,7 +201,7 @@ class DispatchMode(TorchDispatchMode):
                     return func(_without_memory(args[0]), *args[1:], **given)
                 return self._run(func, args, given)
             finally:
-                tracer.line = outer_line
+                tracer.caller, tracer.line = outer
                 tracer.call.inside_dispatch -= 1
 
     def _run_subclass(
@@ -264,7 +258,7 @@ class DispatchMode(TorchDispatchMode):
 
     def _run(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         tracer = self.tracer
-        traits = self._traits.get(id(func)) or self._traits_of(func)
+        traits = self._traits.get(func) or self._traits_of(func)
         if traits.is_view and isinstance(args[0], FakeTensor) and args[0].layout is torch.strided:
             # Nothing is allocated.
             tracer.guard.call("source line", func, tracer.record_autograd_node, _nothing)
@@ -312,7 +306,7 @@ class DispatchMode(TorchDispatchMode):
         return self._run_gpu_op(func, args, kwargs, tensors, gpu)
 
     def _traits_of(self, func: OpOverload) -> _OpTraits:
-        traits = self._traits[id(func)] = _OpTraits(
+        traits = self._traits[func] = _OpTraits(
             func=func,
             name=op_name(func),
             is_view=func in VIEWS,
@@ -456,7 +450,7 @@ class DispatchMode(TorchDispatchMode):
     ) -> Any:
         """`expanded`: the arguments as the rule for temporaries sees them, with index lists for masks."""
         tracer, guard = self.tracer, self.tracer.guard
-        traits = self._traits.get(id(func)) or self._traits_of(func)
+        traits = self._traits.get(func) or self._traits_of(func)
         if traits.checks_dtypes:
             guard.call("dtype check", func, partial(check_dtypes, func, args, kwargs), _nothing)
         first_event = len(tracer.recorder.events)
@@ -622,16 +616,7 @@ class DispatchMode(TorchDispatchMode):
     def _fake(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The op on fake tensors. What torch's own fake kernels raise is the program's mistake."""
         try:
-            result = self.fast_path.run(func, args, kwargs)
-            if result is not NotImplemented:
-                return result
-        except Exception as error:
-            if is_program_error(error):
-                raise
-            # A mistake of the fast path: the general way gives the same result.
-        run = partial(self.tracer.fake_mode.__torch_dispatch__, func, (), args, kwargs)
-        try:
-            return self.fast_path.once(func, args, kwargs, run)
+            return self.fast_path.run(func, args, kwargs)
         except DynamicOutputShapeException:
             pass
         except Exception as error:
@@ -735,6 +720,12 @@ def install_python_kernels(patches: Patches) -> None:
         return register(library, op_name, fn, dispatch_key, **options)
 
     patches.set(torch.library.Library, "impl", impl)
+
+
+def _is_redispatched_by_python(op: FrameType | None) -> bool:
+    """Whether the op comes from a mode or tensor subclass of the program's, whose handler called it."""
+    caller = None if op is None else op.f_back
+    return caller is not None and caller.f_code.co_name == "__torch_dispatch__"
 
 
 def _nothing() -> None:

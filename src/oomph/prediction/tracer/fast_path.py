@@ -1,19 +1,17 @@
 """Shortcuts through FakeTensorMode for the ops that make up most of a training step.
 
-FakeTensorMode's general path costs many times what there is to find out. Three kinds of op need less: those
-whose result's shape, strides and dtype follow from their inputs by a short rule; those with a plain meta
-kernel in C++; and those with no result at all. Whatever does not fit the rule exactly goes the general way,
-once: its results for arguments of the same layouts are made without asking again.
+FakeTensorMode's general path costs many times what there is to find out. Ops with no result need nothing, and
+those with a plain meta kernel in C++ that kernel alone. Either way an op runs once: its results for arguments
+of the same layouts are made without asking again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from oomph.prediction.cuda.kernels import iteration_order
 from oomph.prediction.cuda.rules import aten_ops, program_error
 from oomph.prediction.tracer.work import tensors_in
 from oomph.torch_internals import (
@@ -38,74 +36,92 @@ VIEWS = aten_ops("""
     expand.default slice.Tensor select.int unsqueeze.default squeeze.dim squeeze.dims as_strided.default
     split.Tensor split_with_sizes.default unbind.int
 """)
+# Ops whose kernels on meta tensors, in C++, give what they give on fake tensors.
 _PLAIN = VIEWS | aten_ops("""
-    sum.default clone.default cat.default
+    mm.default addmm.default bmm.default baddbmm.default mm.out addmm.out
+    sum.default sum.dim_IntList mean.dim clone.default cat.default _to_copy.default copy_.default
     _softmax.default _softmax_backward_data.default _log_softmax.default _log_softmax_backward_data.default
-    zero_.default fill_.Scalar baddbmm.default
-    eq.Scalar ne.Scalar gt.Scalar lt.Scalar ge.Scalar le.Scalar
-""")
-_IN_PLACE = aten_ops("""
-    copy_.default add_.Tensor sub_.Tensor mul_.Tensor div_.Tensor
-    add_.Scalar sub_.Scalar mul_.Scalar div_.Scalar
-""")
-_ELEMENTWISE = aten_ops("""
-    add.Tensor sub.Tensor mul.Tensor div.Tensor mul.Scalar div.Scalar add.Scalar pow.Tensor_Scalar
-    neg.default rsqrt.default sqrt.default exp.default cos.default sin.default
+    zero_.default fill_.Scalar eq.Scalar ne.Scalar gt.Scalar lt.Scalar ge.Scalar le.Scalar
+    add.Tensor sub.Tensor mul.Tensor div.Tensor add.Scalar sub.Scalar mul.Scalar div.Scalar
+    add_.Tensor sub_.Tensor mul_.Tensor div_.Tensor add_.Scalar sub_.Scalar mul_.Scalar div_.Scalar
+    pow.Tensor_Scalar neg.default rsqrt.default sqrt.default exp.default cos.default sin.default
     tanh.default sigmoid.default silu.default gelu.default relu.default
     tanh_backward.default sigmoid_backward.default silu_backward.default gelu_backward.default
     threshold_backward.default
-""")
-_REDUCTIONS = aten_ops("mean.dim sum.dim_IntList")
-_PRODUCTS = aten_ops("mm.default addmm.default bmm.default")
-_PRODUCTS_INTO = aten_ops("mm.out addmm.out")
-_FACTORIES = aten_ops("""
     empty.memory_format zeros.default ones.default new_empty.default new_zeros.default new_ones.default
+    empty_like.default zeros_like.default ones_like.default
 """)
-_FACTORIES_LIKE = aten_ops("empty_like.default zeros_like.default ones_like.default")
-_NEW_OPTIONS = {"device": (None, _CPU), "layout": (None, torch.strided), "pin_memory": (None, False)}
-_LIKE_OPTIONS = {"memory_format": (None, torch.preserve_format), "pin_memory": (None, False)}
+_FACTORIES = aten_ops("empty.memory_format zeros.default ones.default")
 # Results are thrown away or known: nothing to compute.
 INITIALISERS = aten_ops("normal_.default uniform_.default bernoulli_.float random_.default")
 _FUSED_OPTIMIZERS = aten_ops("""
     _fused_adam_.default _fused_adam_.tensor_lr _fused_adamw_.default _fused_adamw_.tensor_lr
     _fused_sgd_.default _fused_sgd_.tensor_lr _fused_adagrad_.default
 """)
-
-
 _MOST_LAYOUTS = 1 << 14  # calls whose results are remembered
 # Of an op's results: their type, and of each its shape, strides and dtype; None for None.
 _Layouts = tuple[type, list[tuple[torch.Size, tuple[int, ...], torch.dtype] | None]]
 
 
+_Rule = Callable[[OpOverload, Sequence[Any], dict[str, Any]], Any]
+
+
+class _Kind(NamedTuple):
+    result: _Rule | None  # where it is not remembered; it may give NotImplemented
+    is_plain: bool
+
+
+class _Written:
+    """In place of a type of results: the op returns the tensor that it writes into."""
+
+
 class FastPath:
-    """`run` gives an op's result on fake tensors, or NotImplemented when it has to go the general way."""
+    """`run` gives an op's result on fake tensors. It raises where sizes depend on values."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
         template = FakeTensor(mode, torch.empty(0, device=_META), _CPU)
         self._attributes = dict(template.__dict__)
         self._layouts: dict[Any, _Layouts | None] = {}
-        self._rules: dict[OpOverload, Callable[[OpOverload, Sequence[Any], dict[str, Any]], Any]] = {
-            **dict.fromkeys(_PLAIN, self._plain),
-            **dict.fromkeys(_ELEMENTWISE, self._elementwise),
-            **dict.fromkeys(_IN_PLACE, self._in_place),
-            **dict.fromkeys(_PRODUCTS, self._product),
-            **dict.fromkeys(_PRODUCTS_INTO, self._product_into),
-            **dict.fromkeys(_REDUCTIONS, self._reduction),
-            **dict.fromkeys(_FACTORIES, self._new),
-            **dict.fromkeys(_FACTORIES_LIKE, self._like),
-            aten._to_copy.default: self._cast,
-            **dict.fromkeys(INITIALISERS, lambda func, args, kwargs: args[0]),
-            **dict.fromkeys(_FUSED_OPTIMIZERS, lambda func, args, kwargs: None),
-        }
+        self._kinds: dict[OpOverload, _Kind] = {}
 
-    def run(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        rule = self._rules.get(func)
-        if rule is not None:
-            return rule(func, args, kwargs)
-        if func._opname.startswith("_foreach_") and func.namespace == "aten":
-            return self._foreach(func, args)
-        return NotImplemented
+    def run(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], key: Any = None) -> Any:
+        """`key`: `described_call` of the op, if it is known already."""
+        kind = self._kinds.get(func) or self._kind_of(func)
+        if kind.result is not None:
+            result = kind.result(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        key = key or described_call(func, args, kwargs)
+        known = None if key is None else self._layouts.get(key)
+        if known is not None:
+            container, layouts = known
+            if container is _Written:
+                return _written(args, kwargs)
+            made = [None if layout is None else self._empty(*layout) for layout in layouts]
+            return made[0] if container is FakeTensor else container(made)
+        if kind.is_plain and _all_fake(args):
+            result = self._run_meta_kernel(func, args, kwargs)
+        else:
+            result = self._mode.__torch_dispatch__(func, (), args, kwargs)
+        if key is not None and key not in self._layouts:
+            if len(self._layouts) >= _MOST_LAYOUTS:
+                self._layouts.clear()
+            self._layouts[key] = _layouts_of(func, args, kwargs, key, result)
+        return result
+
+    def _kind_of(self, func: OpOverload) -> _Kind:
+        rule: _Rule | None = None
+        if func in INITIALISERS:
+            rule = _first_argument
+        elif func in _FUSED_OPTIMIZERS:
+            rule = _nothing
+        elif func in VIEWS:
+            rule = self._view
+        elif func._opname.startswith("_foreach_") and func.namespace == "aten":
+            rule = _nothing if func._schema.is_mutable else self._foreach
+        kind = self._kinds[func] = _Kind(rule, func in _PLAIN)
+        return kind
 
     def wrap(self, meta: torch.Tensor) -> FakeTensor:
         """A fake around a meta tensor, without the constructor's checks."""
@@ -113,196 +129,65 @@ class FastPath:
         fake.__dict__.update(self._attributes)
         return fake
 
+    def _empty(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> FakeTensor:
+        return self.wrap(torch.empty_strided(shape, stride, dtype=dtype, device=_META))
+
     def empty(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> FakeTensor:
         """A fake tensor that is neither recorded nor counted."""
         with disable_torch_function(), DisableTorchDispatch():
-            return self.wrap(torch.empty_strided(shape, stride, dtype=dtype, device=_META))
-
-    def once(
-        self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], compute: Callable[[], Any]
-    ) -> Any:
-        """What `compute` gives; computed once for tensors of the same layouts, where all results are new. It
-        raises where sizes depend on values."""
-        if func._schema.is_mutable:
-            return compute()
-        key = described_call(func, args, kwargs)
-        if key is None:
-            return compute()
-        known = self._layouts.get(key)
-        if known is not None:
-            kind, layouts = known
-            made = [
-                None
-                if layout is None
-                else self.wrap(torch.empty_strided(layout[0], layout[1], dtype=layout[2], device=_META))
-                for layout in layouts
-            ]
-            return made[0] if kind is FakeTensor else kind(made)
-        result = compute()
-        if key not in self._layouts:
-            if len(self._layouts) >= _MOST_LAYOUTS:
-                self._layouts.clear()
-            self._layouts[key] = _layouts_of_new(result, [*tensors_in(args, kwargs)])
-        return result
-
-    def _in_place(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Nothing new where the other tensor fits into the first."""
-        target, other = args[0], args[1]
-        fits = isinstance(target, FakeTensor) and 0 not in target.stride()
-        if isinstance(other, torch.Tensor):
-            alike = other.dtype == target.dtype and other.dtype.is_floating_point
-            fits = fits and (alike or func is aten.copy_.default) and not other.is_meta
-            fits = fits and broadcasts_into(other.shape, target.shape)
-        else:
-            fits = fits and target.dtype.is_floating_point and not isinstance(other, complex)
-        return target if fits else self._plain(func, args, kwargs)
-
-    def _plain(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if not _all_fake(args):
-            return NotImplemented
-        if func in VIEWS:
-            return self._run_meta_kernel(func, args, kwargs)
-        return self.once(func, args, kwargs, lambda: self._run_meta_kernel(func, args, kwargs))
+            return self._empty(shape, stride, dtype)
 
     def _run_meta_kernel(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         mode = self._mode
+        options = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+        if func in _FACTORIES or "device" in kwargs:
+            options["device"] = _META
         with DisableTorchDispatch(), PreserveDispatchKeyGuard():
             mode.in_kernel_invocation = True
             set_meta_in_tls_dispatch_include(True)
             try:
-                result = func(*args, **kwargs)
+                result = func(*args, **options)
             except Exception as error:
-                raise program_error(error)  # noqa: B904 (the same exception)
+                raise program_error(_in_words_of_cuda(func, args, error))  # noqa: B904 (the same exception)
             finally:
                 mode.in_kernel_invocation = False
         if func._schema.is_mutable:
-            return args[0]
+            return _written(args, kwargs)
         if isinstance(result, torch.Tensor):
             return self.wrap(result)
         return [self.wrap(item) for item in result]
 
-    def _elementwise(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        result = self._elementwise_of_one_dtype(args)
-        return result if result is not NotImplemented else self._plain(func, args, kwargs)
+    def _view(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return self._run_meta_kernel(func, args, kwargs) if _all_fake(args) else NotImplemented
 
-    def _elementwise_of_one_dtype(self, args: Sequence[Any]) -> Any:
-        """All inputs alike, or all contiguous: the result is like them."""
-        first = args[0]
-        if not isinstance(first, FakeTensor) or not first.dtype.is_floating_point:
-            return NotImplemented
-        shape, stride, dtype = first.shape, first.stride(), first.dtype
-        alike, contiguous, largest = True, first.is_contiguous(), shape
-        for other in args[1:]:
-            if isinstance(other, torch.Tensor):
-                if not isinstance(other, FakeTensor) or other.dtype != dtype:
-                    return NotImplemented
-                if other.shape != shape:
-                    alike = False
-                    if len(other.shape) > len(largest) or other.numel() > largest.numel():
-                        largest = other.shape
-                elif other.stride() != stride:
-                    alike = False
-                contiguous = contiguous and other.is_contiguous()
-            elif isinstance(other, complex):
-                return NotImplemented
-        if alike and (contiguous or is_dense(shape, stride)):
-            return self.wrap(torch.empty_strided(shape, stride, dtype=dtype, device=_META))
-        if contiguous and all(
-            broadcasts_into(other.shape, largest) for other in args if isinstance(other, torch.Tensor)
-        ):
-            return self.wrap(torch.empty(largest, dtype=dtype, device=_META))
-        layout = _broadcast_layout([other for other in args if isinstance(other, torch.Tensor)])
-        return (
-            NotImplemented
-            if layout is None
-            else self.wrap(torch.empty_strided(*layout, dtype=dtype, device=_META))
-        )
-
-    def _product(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        left, right = args[-2:] if func is aten.addmm.default else args[:2]
-        if kwargs or not _all_fake(args) or left.dtype != right.dtype:
-            return NotImplemented
-        if left.dim() == right.dim() == 2 and left.shape[1] != right.shape[0]:
-            sizes = " and ".join("x".join(map(str, matrix.shape)) for matrix in (left, right))
-            # In CUDA's words.
-            raise program_error(RuntimeError(f"mat1 and mat2 shapes cannot be multiplied ({sizes})"))
-        if left.shape[-1] != right.shape[-2]:
-            return NotImplemented
-        if left.dim() != right.dim() or left.shape[:-2] != right.shape[:-2]:
-            return NotImplemented
-        if func is aten.addmm.default and args[0].shape != right.shape[-1:]:
-            return NotImplemented
-        shape = (*left.shape[:-1], right.shape[-1])
-        return self.wrap(torch.empty(shape, dtype=left.dtype, device=_META))
-
-    def _product_into(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Into memory that is there: thousands of them where long sequences are worked on in tiles."""
-        *added, left, right = args
-        out = kwargs.get("out")
-        if not isinstance(out, FakeTensor) or not kwargs.keys() <= {"out", "alpha", "beta"}:
-            return NotImplemented
-        if not _all_fake(args):
-            return NotImplemented
-        if left.dim() != 2 or right.dim() != 2 or left.shape[1] != right.shape[0]:
-            return NotImplemented
-        if out.shape != (left.shape[0], right.shape[1]):
-            return NotImplemented
-        if any(other.dtype != out.dtype for other in args):
-            return NotImplemented
-        return out if all(broadcasts_into(other.shape, out.shape) for other in added) else NotImplemented
-
-    def _reduction(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        tensor, dims = args[0], args[1]
-        if kwargs or not isinstance(tensor, FakeTensor) or not dims or not tensor.is_contiguous():
-            return NotImplemented
-        if not tensor.dtype.is_floating_point:
-            return NotImplemented
-        keep = len(args) > 2 and args[2]
-        gone = {dim % tensor.dim() for dim in dims}
-        shape = [
-            1 if dim in gone else size for dim, size in enumerate(tensor.shape) if keep or dim not in gone
-        ]
-        return self.wrap(torch.empty(shape, dtype=tensor.dtype, device=_META))
-
-    def _cast(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        tensor = args[0]
-        if not isinstance(tensor, FakeTensor):
-            return NotImplemented
-        others = kwargs.keys() - {"dtype", "non_blocking"}
-        if not all(kwargs[name] in _NEW_OPTIONS.get(name, ()) for name in others):
-            return NotImplemented
-        dtype = kwargs.get("dtype") or tensor.dtype
-        if not is_dense(tensor.shape, tensor.stride()):
-            return self._plain(func, args, {"dtype": dtype})
-        return self.wrap(torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=_META))
-
-    def _new(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """empty(size), new_zeros(tensor, size) and their like."""
-        *like, size = args
-        if not all(kwargs[name] in _NEW_OPTIONS.get(name, ()) for name in kwargs if name != "dtype"):
-            return NotImplemented
-        dtype = kwargs.get("dtype") or (like[0].dtype if like else torch.get_default_dtype())
-        if not all(isinstance(length, int) for length in size):
-            return NotImplemented
-        return self.wrap(torch.empty(size, dtype=dtype, device=_META))
-
-    def _like(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Optimizers make thousands of these; torch's rule for strides is written in Python."""
-        tensor = args[0]
-        if not all(kwargs[name] in _LIKE_OPTIONS.get(name, ()) for name in kwargs):
-            return self._plain(func, args, kwargs)
-        if not isinstance(tensor, FakeTensor) or not tensor.is_contiguous():
-            return self._plain(func, args, kwargs)
-        return self.wrap(torch.empty(tensor.shape, dtype=tensor.dtype, device=_META))
-
-    def _foreach(self, func: OpOverload, args: Sequence[Any]) -> Any:
-        """In place: nothing new. Otherwise one result like each tensor of the list (norms are scalars)."""
-        if func._schema.is_mutable:
-            return None
+    def _foreach(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """One result like each tensor of the list (norms are scalars)."""
         tensors = args[0] if isinstance(args[0], (list, tuple)) else args[1]
         if "norm" in func._opname or "max" in func._opname or not _all_fake([tensors]):
             return NotImplemented
-        return [self._like(aten.empty_like.default, (tensor,), {}) for tensor in tensors]
+        return [self.run(aten.empty_like.default, (tensor,), {}) for tensor in tensors]
+
+
+def _first_argument(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return args[0]
+
+
+def _nothing(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    return None
+
+
+def _written(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The tensor that an op in place, or one with `out`, returns."""
+    return kwargs["out"] if "out" in kwargs else args[0]
+
+
+def _in_words_of_cuda(func: OpOverload, args: Sequence[Any], error: Exception) -> Exception:
+    if func in (aten.mm.default, aten.addmm.default) and isinstance(error, RuntimeError):
+        left, right = args[-2:]
+        if left.dim() == right.dim() == 2 and left.shape[1] != right.shape[0]:
+            sizes = " and ".join("x".join(map(str, matrix.shape)) for matrix in (left, right))
+            return RuntimeError(f"mat1 and mat2 shapes cannot be multiplied ({sizes})")
+    return error
 
 
 _PLAIN_ARGUMENTS = (
@@ -334,14 +219,19 @@ def _described(arg: Any) -> Any:
     return type(arg), arg
 
 
-def _layouts_of_new(result: Any, given: Sequence[torch.Tensor]) -> _Layouts | None:
-    """None unless the results are dense tensors of their own."""
+def _layouts_of(
+    func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], key: Any, result: Any
+) -> _Layouts | None:
+    """None unless the results are dense tensors of their own, or the tensor that the op has written into."""
+    if func._schema.is_mutable:
+        written = result is _written(args, kwargs) and torch.Tag.inplace_view not in func.tags
+        return (_Written, []) if written and described_call(func, args, kwargs) == key else None
     results = [result] if isinstance(result, torch.Tensor) else result
     if not isinstance(results, (tuple, list)):
         return None
     kind = FakeTensor if isinstance(result, torch.Tensor) else list if isinstance(result, list) else tuple
     layouts: list[Any] = []
-    taken = {storage_id(one.untyped_storage()) for one in given}
+    taken = {storage_id(one.untyped_storage()) for one in tensors_in(args, kwargs)}
     for one in results:
         if one is None:
             layouts.append(None)
@@ -379,29 +269,6 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
                 return False
             expected *= size
     return True
-
-
-def _broadcast_layout(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]] | None:
-    """Shape and strides of an elementwise result: dense, with its dimensions in the order of the operands'
-    strides, as TensorIterator sorts them. None where that is not all that decides: for dimensions of size 1,
-    and for expanded operands among several, which torch's fake kernels may copy first."""
-    shapes = [tuple(tensor.shape) for tensor in tensors]
-    rank = max(map(len, shapes))
-    shape = list(map(max, zip(*((1,) * (rank - len(each)) + each for each in shapes), strict=True)))
-    if min(shape, default=0) < 2 or not all(broadcasts_into(each, shape) for each in shapes):
-        return None
-    if len(tensors) > 1 and not all(all(tensor.stride()) for tensor in tensors):
-        return None
-    strides = [
-        (0,) * (rank - tensor.dim())
-        + tuple(0 if size == 1 else step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-        for tensor in tensors
-    ]
-    found, step = [0] * rank, 1
-    for dim in iteration_order(shape, strides):
-        found[dim] = step
-        step *= shape[dim]
-    return shape, found
 
 
 def broadcasts_into(shape: Sequence[int], largest: Sequence[int]) -> bool:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
+from types import FrameType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -433,8 +434,9 @@ class Tracer:
         self._origins: dict[int | None, tuple[Site | None, str, int]] = {}
         self._newest_node = -1
         self._running_node: tuple[int | None, int] = (None, 0)  # its number, and its first allocation's id
-        # What find_site gives during the op that is dispatched: () until it is known, None between ops.
-        self.line: tuple[Site | None, bool] | tuple[()] | None = None
+        # During the op that is dispatched: its caller, and what find_site gives of it once it is known.
+        self.caller: FrameType | None = None
+        self.line: tuple[Site | None, bool] | None = None
         self.embeddings: dict[tuple[str, int], int] = {}  # module, rows -> rows that indices reach
         self.holders = HolderSearch(self)
         self.sizes: Mapping[str, int] = {}  # of the Workload
@@ -565,7 +567,7 @@ class Tracer:
             return True
         if self._loss_after is not None and not self.modules.inside_model:
             return self.modules.completed > self._loss_after
-        return in_loss_function(self.boundary, 2)
+        return in_loss_function(self.boundary, self.caller)
 
     def attribution(self) -> tuple[Site | None, str, Stage]:
         """The line, module and stage that an allocation made now belongs to."""
@@ -573,10 +575,11 @@ class Tracer:
         return self.guard.call("source line", "an allocation", self._attribution, lambda: (None, "", unknown))
 
     def _line(self) -> tuple[Site | None, bool]:
-        line = self.line or find_site(self.boundary, 3)
-        if self.line is not None:
-            self.line = line
-        return line
+        if self.caller is None:
+            return find_site(self.boundary)
+        if self.line is None:
+            self.line = find_site(self.boundary, self.caller)
+        return self.line
 
     def _attribution(self) -> tuple[Site | None, str, Stage]:
         site, at_engine = self._line()

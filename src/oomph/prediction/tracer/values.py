@@ -266,8 +266,7 @@ class Values:
         self._writes = _StorageAttribute()  # storages of values -> how often an op was run that wrote there
         # Ops on samples, by key -> the result, and what the ids in the key are those of.
         self._computed: dict[Any, tuple[torch.Tensor | None, Any]] = {}
-        # By id, which takes less time than a hash: whether no rule is for the op, and the op, kept alive.
-        self._plain_ops: dict[int, tuple[bool, OpOverload]] = {}
+        self._plain_ops: dict[OpOverload, bool] = {}  # whether no rule is for the op
         self._stamp = 0
         self.draws = 0
 
@@ -383,11 +382,11 @@ class Values:
         them from the rules of `propagate`, without asking each."""
         if not given or not result.dtype.is_floating_point:
             return False
-        known = self._plain_ops.get(id(func))
-        if known is None:
+        plain = self._plain_ops.get(func)
+        if plain is None:
             plain = not func._schema.is_mutable and not any(func in ops for ops in _WITH_RULES)
-            known = self._plain_ops[id(func)] = plain, func
-        if not known[0]:
+            self._plain_ops[func] = plain
+        if not plain:
             return False
         for tensor in given:
             if not isinstance(tensor, FakeTensor) or _FOLLOWED in tensor.__dict__:
