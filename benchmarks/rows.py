@@ -61,6 +61,21 @@ def write(path: Path, rows: Iterable[Row], columns: Iterable[str] = ()) -> None:
     partly.replace(path)
 
 
+Bar = tuple[str, str, float, float]  # what, unit, measured, and its bar: at most that
+
+
+def write_bars(path: Path, bars: Iterable[Bar], kept: Sequence[dict[str, str]] = ()) -> bool:
+    """Print and write each as it comes, after those that are kept; whether all hold."""
+    rows = list(kept)
+    for what, unit, measured, bar in bars:
+        holds = "yes" if abs(measured) <= bar else "no"
+        values = (what, unit, f"{measured:.3g}", f"{bar:g}", holds)
+        rows.append(dict(zip(("what", "measure", "measured", "bar", "holds"), values, strict=True)))
+        print(*values, sep="  ", flush=True)
+        write(path, rows)
+    return all(row["holds"] == "yes" for row in rows)
+
+
 def read_json(path: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
 

@@ -6,7 +6,7 @@ Shapes are N tokens x H features x V classes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.ops import runs
 from benchmarks.ops.peers import Peer, ops
 from benchmarks.ops.rows import Row
-from benchmarks.ops.runs import Case, Contender, Inputs, Machine, clean, first_line, relative_error, step_of
+from benchmarks.ops.runs import Case, Contender, Inputs, Machine, relative_error
 
 Shape = tuple[int, int, int]
 TABLE: tuple[Shape, ...] = (
@@ -128,8 +129,8 @@ def cpu_case(shape: Shape) -> Case:
     )
 
 
-def reference_gradients(i: Inputs) -> tuple[Tensor, Tensor, float]:
-    """dX and dW of the mean loss in float64, and the targets' mean probability; some rows at a time."""
+def reference_gradients(i: Inputs) -> tuple[Tensor, Tensor]:
+    """dX and dW of the mean loss in float64, some rows at a time. Prints the targets' mean probability."""
     x, weight, target = i["x"].detach(), i["weight"].detach().double(), i["target"]
     dx = torch.empty(x.shape, dtype=torch.float64, device=x.device)
     dw = torch.zeros(weight.shape, dtype=torch.float64, device=x.device)
@@ -145,7 +146,8 @@ def reference_gradients(i: Inputs) -> tuple[Tensor, Tensor, float]:
         dx[part] = gradient @ weight
         dw.addmm_(gradient.T, rows)
         del gradient
-    return dx, dw, certainty / x.shape[0]
+    print(f"mean probability of the target {certainty / x.shape[0]:.3g}", flush=True)
+    return dx, dw
 
 
 def error_rows(machine: Machine, peers: Sequence[Peer], tiny: bool) -> Iterator[list[Row]]:
@@ -153,27 +155,21 @@ def error_rows(machine: Machine, peers: Sequence[Peer], tiny: bool) -> Iterator[
     contenders = [EAGER, *OURS, *(contender for peer in peers for contender in peer.losses)]
     for shape in (TINY,) if tiny else ERRORS:
         for data in ("peaked", "flat"):
-            case = replace(_case(shape, contenders), op="cross_entropy errors", data=data)
-            yield _errors(case, shape, machine)
+            case = replace(
+                _case(shape, ()),
+                op="cross_entropy errors",
+                data=data,
+                make=partial(inputs, shape, data, torch.bfloat16),
+                contenders=contenders,
+            )
+            yield runs.error_rows(case, machine, partial(_compared, data))
 
 
-def _errors(case: Case, shape: Shape, machine: Machine) -> list[Row]:
-    torch.manual_seed(0)
-    made = inputs(shape, case.data, torch.bfloat16, machine.device)
-    dx, dw, certainty = reference_gradients(made)
-    print(f"{case.op} {case.shape} {case.data}: mean probability of the target {certainty:.3g}", flush=True)
-    rows = []
-    for contender in case.contenders[1:]:  # the limit computes no loss
-        try:
-            step_of(contender, made)()
-            off = {
-                "dx_error": relative_error(made["x"].grad, dx),
-                "dw_error": relative_error(made["weight"].grad, dw),
-            }
-            rows.append(machine.row(case, contender, **off))
-        except Exception as error:  # one contender must not stop the others
-            rows.append(machine.row(case, contender, error=first_line(error)))
-        clean(made)
-    del made, dx, dw
-    clean({})
-    return rows
+def _compared(data: str, made: Inputs) -> Callable[[], runs.Errors]:
+    right = dict(zip(("x", "weight"), reference_gradients(made), strict=True))
+    columns = {"x": "dx_error", "weight": "dw_error"}
+
+    def errors() -> runs.Errors:
+        yield data, {columns[name]: relative_error(made[name].grad, right[name]) for name in columns}
+
+    return errors

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.ops import runs
 from benchmarks.ops.peers import Peer, imported, liger_tiled_mlp, ops
 from benchmarks.ops.rows import Row
-from benchmarks.ops.runs import Case, Contender, Inputs, Machine, clean, first_line, relative_error, step_of
+from benchmarks.ops.runs import Case, Contender, Inputs, Machine, relative_error
 
 Shape = tuple[int, int, int]
 TABLE: Shape = (131072, 2560, 9216)
@@ -132,21 +133,15 @@ def reference_gradients(i: Inputs, rows: int = 4096) -> dict[str, Tensor]:
 def error_rows(machine: Machine, peers: Sequence[Peer], tiny: bool) -> Iterator[list[Row]]:
     """One row for each contender and weight (in `data`): its gradient against a float64 computation."""
     for case in cases(peers, tiny):
-        rows = []
-        torch.manual_seed(0)
-        made = case.make(machine.device)
-        right = reference_gradients(made)
-        case = replace(case, op="mlp errors")
-        for contender in case.contenders:
-            try:
-                step_of(contender, made)()
-                dx = relative_error(made["x"].grad, right["x"])
-                for name, param in made["mlp"].named_parameters():
-                    off = {"dx_error": dx, "dw_error": relative_error(param.grad, right[name])}
-                    rows.append(machine.row(replace(case, data=name), contender, **off))
-            except Exception as error:  # one contender must not stop the others
-                rows.append(machine.row(case, contender, error=first_line(error)))
-            clean(made)
-        del made, right
-        clean({})
-        yield rows
+        yield runs.error_rows(replace(case, op="mlp errors"), machine, _compared)
+
+
+def _compared(made: Inputs) -> Callable[[], runs.Errors]:
+    right = reference_gradients(made)
+
+    def errors() -> runs.Errors:
+        dx = relative_error(made["x"].grad, right["x"])
+        for name, param in made["mlp"].named_parameters():
+            yield name, {"dx_error": dx, "dw_error": relative_error(param.grad, right[name])}
+
+    return errors

@@ -347,20 +347,32 @@ def gradient_errors(
     case: Case, machine: Machine, names: Sequence[str], forward: Callable[[Inputs], Tensor], grad: str
 ) -> list[Row]:
     """A row for each contender and gradient, its name in `data` and its error in `dx_error`."""
+
+    def compare(made: Inputs) -> Callable[[], Iterator[tuple[str, dict[str, float | None]]]]:
+        right = float64_gradients(made, names, forward, grad)
+        return lambda: (
+            (f"d{name}", {"dx_error": relative_error(made[name].grad, right[name])}) for name in names
+        )
+
+    return error_rows(replace(case, op=f"{case.op} errors"), machine, compare)
+
+
+Errors = Iterator[tuple[str, dict[str, float | None]]]  # what a row's `data` is, and its errors
+
+
+def error_rows(case: Case, machine: Machine, compare: Callable[[Inputs], Callable[[], Errors]]) -> list[Row]:
+    """Rows of what `compare(inputs)()` finds after each contender's step; computed first is what is right."""
     torch.manual_seed(0)
-    case = replace(case, op=f"{case.op} errors")
     made = case.make(machine.device)
-    right = float64_gradients(made, names, forward, grad)
+    errors = compare(made)
     rows = []
     for contender in case.contenders:
         try:
             step_of(contender, made)()
-            for name in names:
-                off = relative_error(made[name].grad, right[name])
-                rows.append(machine.row(replace(case, data=f"d{name}"), contender, dx_error=off))
+            rows += [machine.row(replace(case, data=data), contender, **off) for data, off in errors()]
         except Exception as error:  # one contender must not stop the others
             rows.append(machine.row(case, contender, error=first_line(error)))
         clean(made)
-    del made, right
+    del made, errors
     clean({})
     return rows

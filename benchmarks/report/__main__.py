@@ -7,7 +7,6 @@ python -m benchmarks.report --picture        # docs/report.png
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 import tempfile
 import time
@@ -18,16 +17,16 @@ from benchmarks import RESULTS
 from benchmarks.report.browser import Browser
 from benchmarks.report.snapshots import damaged, malicious
 from benchmarks.report.traces import hostile, page, trained
+from benchmarks.rows import Bar, write_bars
 from oomph.errors import UserError
 from oomph.report.html import Page, html_report
 from oomph.report.recording import read_snapshot
 from oomph.report.terminal import report_console, report_text
 
 MiB = 2**20
-Row = tuple[str, str, float, float]  # what, unit, measured, bar (at most)
 
 
-def rows(folder: Path) -> Iterator[Row]:
+def rows(folder: Path) -> Iterator[Bar]:
     with Browser() as browser:
         run = trained(steps=3, layers=200, temporaries=1250)
         name = f"trace of {len(run.events):,} events"
@@ -49,7 +48,7 @@ def rows(folder: Path) -> Iterator[Row]:
     yield from _snapshots(folder)
 
 
-def _snapshots(folder: Path) -> Iterator[Row]:
+def _snapshots(folder: Path) -> Iterator[Bar]:
     sentinel = folder / "executed"
     unclear, slowest = 0, 0.0
     files = [*malicious(str(sentinel)), *damaged(1000, seed=1)]
@@ -68,7 +67,7 @@ def _snapshots(folder: Path) -> Iterator[Row]:
     yield name, "slowest, s", slowest, 1
 
 
-def _page(browser: Browser, file: Path, name: str, given: Page, make: float, usable: float) -> Iterator[Row]:
+def _page(browser: Browser, file: Path, name: str, given: Page, make: float, usable: float) -> Iterator[Bar]:
     began = time.perf_counter()
     file.write_text(html_report(given))
     yield name, "report made, s", time.perf_counter() - began, make
@@ -117,16 +116,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.picture:
         return picture(Path("docs/report.png"))
-    missed = 0
-    with tempfile.TemporaryDirectory() as folder, options.rows.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["what", "measure", "measured", "bar", "holds"])
-        for what, unit, measured, bar in rows(Path(folder)):
-            missed += measured > bar
-            row = [what, unit, f"{measured:.3g}", f"{bar:g}", "yes" if measured <= bar else "no"]
-            writer.writerow(row)
-            print(*row, sep="  ")
-    sys.exit(1 if missed else 0)
+    with tempfile.TemporaryDirectory() as folder:
+        sys.exit(0 if write_bars(options.rows, rows(Path(folder))) else 1)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,7 @@ own, and predictions run without the GPU.
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
-import json
-import os
 import statistics
 import subprocess
 import sys
@@ -24,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import RESULTS
+from benchmarks.rows import Bar, in_process, send, stored, write_bars
 
-Row = tuple[str, str, float, float]  # what, unit, measured, bar (its absolute value is at most that)
 STEPS = 3
 RUNS = 5  # of the overhead, with and without in turns
 
@@ -155,13 +152,11 @@ def _seconds_of_steps() -> list[tuple[float, float]]:
 def _run(part: str, case: str) -> Any:
     """None where a package is missing or the run fails; the reason is printed."""
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if part == "predict" else {}
-    words = [sys.executable, "-m", "benchmarks.report.on_gpu", "--child", part, case]
-    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, **hidden}, timeout=300)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if not lines:
-        print(f"{part} {case}: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
+    try:
+        return in_process("benchmarks.report.on_gpu", "--child", part, case, seconds=300, **hidden)
+    except RuntimeError as error:
+        print(f"{part} {case}: {error}", file=sys.stderr)
         return None
-    return json.loads(lines[-1].removeprefix("RESULT "))
 
 
 OUT_OF_MEMORY = """
@@ -172,7 +167,7 @@ plain()
 """
 
 
-def accuracy(predict_only: bool = False) -> Iterator[Row]:
+def accuracy(predict_only: bool = False) -> Iterator[Bar]:
     for case in CASES:
         predicted = _run("predict", case)
         measured = None if predict_only else _run("measure", case)
@@ -183,13 +178,13 @@ def accuracy(predict_only: bool = False) -> Iterator[Row]:
                 yield case, f"{name}, % off the measured {b / 2**20:.0f} MiB", 100 * (a / b - 1), 0.5
 
 
-def overhead() -> Iterator[Row]:
+def overhead() -> Iterator[Bar]:
     pairs = _run("time", "")
     ratio = statistics.median(recorded / plain for plain, recorded in pairs)
     yield "GPT-2, 4 x 512, a step", "% slower with recording", 100 * (ratio - 1), 3
 
 
-def out_of_memory() -> Iterator[Row]:
+def out_of_memory() -> Iterator[Bar]:
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "train.py"
         script.write_text(OUT_OF_MEMORY.format(fraction=0.03))
@@ -222,20 +217,13 @@ def main() -> None:
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        print("RESULT", json.dumps(child(*options.child)))
+        send(child(*options.child))
         return
     if options.predict_only:
         list(accuracy(predict_only=True))
         return
-    with options.rows.open("a", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        if not file.tell():
-            writer.writerow(["what", "measure", "measured", "bar", "holds"])
-        for what, unit, measured, bar in itertools.chain(*(PARTS[part]() for part in options.parts or PARTS)):
-            row = [what, unit, f"{measured:.3g}", f"{bar:g}", "yes" if abs(measured) <= bar else "no"]
-            writer.writerow(row)
-            file.flush()
-            print(*row, sep="  ")
+    found = itertools.chain(*(PARTS[part]() for part in options.parts or PARTS))
+    write_bars(options.rows, found, kept=stored(options.rows))
 
 
 if __name__ == "__main__":
