@@ -16,7 +16,6 @@ from torch.utils._triton import has_triton
 
 from oomph.cli.common import progress_display
 from oomph.cli.main import run
-from oomph.errors import UserError
 from oomph.units import format_bytes
 
 PROGRAM = "def step(): ...\n"
@@ -27,27 +26,16 @@ def _train(program):
     program(PROGRAM)
 
 
-def _error(capsys, *arguments, status=2):
-    """The one line on stderr of a command that ends with `status`, having printed nothing on stdout."""
-    assert run(arguments) == status
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1, captured.err
-    return captured.err.strip()
-
-
 @pytest.mark.parametrize(("fits", "status"), [(True, 0), (None, 0), (False, 1)])
 def test_the_exit_status_is_the_verdict(fake_predict, capsys, fits, status):
     fake_predict.result = make_prediction(fits)
     assert run(["predict", "train.py:step"]) == status
     assert capsys.readouterr().out.startswith(("fits", "does not fit", "needs"))
-
-
-def test_a_verdict_that_is_too_close_to_call_exits_with_one(fake_predict, capsys):
-    fake_predict.result = replace(make_prediction(False), verdict="too close to call", margin=GiB)
-    assert run(["predict", "train.py:step", "--json"]) == 1
-    made = json.loads(capsys.readouterr().out)
-    assert (made["fits"], made["verdict"], made["margin"]) == (False, "too close to call", GiB)
+    if fits is False:
+        fake_predict.result = replace(fake_predict.result, verdict="too close to call", margin=GiB)
+        assert run(["predict", "train.py:step", "--json"]) == 1
+        made = json.loads(capsys.readouterr().out)
+        assert (made["fits"], made["verdict"], made["margin"]) == (False, "too close to call", GiB)
 
 
 def test_a_machine_with_a_gpu_predicts_without_using_it(monkeypatch, program, capsys, request):
@@ -88,29 +76,11 @@ def test_json_is_exactly_one_object_whatever_the_program_prints(fake_predict, pr
         assert said in captured.err
 
 
-@pytest.mark.parametrize(
-    ("option", "given", "valid"), [("--gpu", "rtx3091", "rtx3090"), ("--max", "24Gigs", "24GiB")]
-)
-def test_an_invalid_option_is_reported_before_anything_is_imported(program, capsys, option, given, valid):
-    program("raise RuntimeError('imported')\n")
-    error = _error(capsys, "predict", "train.py:step", option, given)
-    assert error.startswith("oomph: ")
-    assert repr(given) in error
-    assert valid in error
-
-
-def test_a_users_mistake_found_while_tracing_is_one_line(fake_predict, capsys):
-    def refuse(target):
-        raise UserError("the loss has shape (4,);\nreturn a scalar")
-
-    fake_predict.during = refuse
-    assert _error(capsys, "predict", "train.py:step") == "oomph: the loss has shape (4,); return a scalar"
-
-
 def test_an_error_class_of_the_program_does_not_pass_for_a_bug(program, capsys):
     program("import oomph.errors\nclass Mine(oomph.errors.UserError): ...\n", "errors_of_test.py")
     program("import errors_of_test\ndef step():\n    raise errors_of_test.Mine('my own')\n")
-    assert _error(capsys, "predict", "train.py:step") == "oomph: my own"
+    assert run(["predict", "train.py:step"]) == 2
+    assert capsys.readouterr() == ("", "oomph: my own\n")
 
 
 def test_a_program_that_reads_from_the_terminal_ends(program, on_terminal):
@@ -163,13 +133,6 @@ def test_a_bug_of_ours_does_not_pass_for_a_verdict(fake_predict, capsys):
     fake_predict.during = lambda target: format_bytes("a bug")
     assert run(["predict", "train.py:step"]) == 70
     assert capsys.readouterr().err.splitlines()[-1] == "oomph: this is a bug in oomph, not in your program"
-
-
-def test_a_snapshot_is_written_beside_the_report(fake_predict, capsys, tmp_path):
-    assert run(["predict", "train.py:step", "--snapshot", "memory.pickle", "--html", "memory.html"]) == 0
-    assert "needs" in (tmp_path / "memory.html").read_text()
-    assert (tmp_path / "memory.pickle").stat().st_size > 0
-    assert capsys.readouterr().out.startswith("needs 3.00 GiB")
 
 
 # ------------------------------------------------------------------------------------------- end to end

@@ -59,16 +59,11 @@ def file(tmp_path):
     return path
 
 
-def test_the_file_holds_the_same_dictionary_that_torch_would_dump(file):
-    with file.open("rb") as opened:
-        loaded = pickle.load(opened)
+def test_the_file_has_what_torch_would_dump_and_the_viewer_in_the_browser_can_unpickle(file):
+    loaded = pickle.loads(file.read_bytes())
     assert loaded == content()
     assert list(loaded) == ["segments", "device_traces", "allocator_settings", "external_annotations"]
-
-
-def test_the_file_uses_only_what_the_viewer_in_the_browser_can_unpickle(file):
-    used = {opcode.name for opcode, _, _ in pickletools.genops(file.read_bytes())}
-    assert used <= VIEWER_OPCODES
+    assert {opcode.name for opcode, _, _ in pickletools.genops(file.read_bytes())} <= VIEWER_OPCODES
 
 
 def test_the_trace_has_every_act_of_the_allocator_in_order():
@@ -138,25 +133,17 @@ def test_a_run_without_events_is_an_empty_snapshot():
     assert "segments: 0" in _memory_viz.segsum(result)
 
 
-def test_torch_reads_and_draws_it(file):
-    segments = _memory_viz.segsum(content())
-    assert "segments: 3" in segments
-    assert "total_reserved: 52.0MiB" in segments
-    assert "total_allocated: 36.6MiB" in segments
-    trace = _memory_viz.trace(content())
+def test_torch_reads_and_draws_it():
+    segments, trace = _memory_viz.segsum(content()), _memory_viz.trace(content())
+    for text in ("segments: 3", "total_reserved: 52.0MiB", "total_allocated: 36.6MiB"):
+        assert text in segments
     assert "9 entries" in trace
-    assert trace.count("cudaMalloc(") == 3
-    assert trace.count("free completed") == 1
+    assert (trace.count("cudaMalloc("), trace.count("free completed")) == (3, 1)
     lines = _memory_viz.memory(content(), format_flamegraph=str).splitlines()
     assert (
         "stream_0;active_allocated;module:0:model.layers.0;train.py:41:forward;op:0:aten.mm 600000" in lines
     )
     by_segment = _memory_viz.segments(content(), format_flamegraph=str)
     assert by_segment.count("active_allocated") == 4  # three blocks, and what rounding added to one of them
-    for html in (
-        _memory_viz.trace_plot(content()),
-        _memory_viz.trace_plot(content(), plot_segments=True),
-        _memory_viz.segment_plot(content()),
-    ):
-        assert "snapshot.pickle" in html
-    assert "total_reserved: 52.0MiB" in _memory_viz.segsum(content())
+    for plot in (_memory_viz.trace_plot, _memory_viz.segment_plot):
+        assert "snapshot.pickle" in plot(content())

@@ -74,16 +74,16 @@ def test_every_stage_has_what_is_allocated_when_it_is_over():
     )
 
 
-def test_gradients_that_a_layer_makes_on_the_way_are_not_yet_the_steps_backward_pass():
-    on_the_way = SCRIPT.replace("|exit layers.0 |enter", "|backward +10 -10 |forward |exit layers.0 |enter")
-    assert on_the_way != SCRIPT
-    assert stage_table(scripted(on_the_way)) == stage_table(scripted())
-
-
-def test_updates_made_in_backward_do_not_end_it():
-    in_backward = SCRIPT.replace("|backward +10 -10", "|backward |optimizer +10 |optimizer -10")
-    assert in_backward != SCRIPT
-    assert stage_table(scripted(in_backward)) == stage_table(scripted())
+@pytest.mark.parametrize(
+    ("part", "changed"),
+    [  # gradients that a layer makes on the way; an optimizer that updates in backward
+        ("|exit layers.0 |enter", "|backward +10 -10 |forward |exit layers.0 |enter"),
+        ("|backward +10 -10", "|backward |optimizer +10 |optimizer -10"),
+    ],
+)
+def test_other_marks_within_forward_and_backward_do_not_end_them(part, changed):
+    assert part in SCRIPT
+    assert stage_table(scripted(SCRIPT.replace(part, changed))) == stage_table(scripted())
 
 
 def test_a_forward_without_backward_ends_with_the_head():
