@@ -386,3 +386,47 @@ def test_a_wrong_shape_of_what_a_known_mask_selects_is_the_programs_error():
 
     with pytest.raises(ProgramError, match="input of size 4"):
         oomph.predict(program)
+
+
+@in_trace()
+def test_the_best_nodes_of_each_graph_are_as_many_as_their_share():
+    """As graph pooling selects them, by where the nodes of each graph begin: at 0 and at sums of guesses."""
+    scores = nn.Linear(8, 1, device="cuda")(torch.randn(100, 8, device="cuda")).view(-1)
+    graph = torch.arange(4, device="cuda").repeat_interleave(torch.tensor([30, 10, 40, 20], device="cuda"))
+    for kept in (50, 26):  # 15 + 5 + 20 + 10, 8 + 3 + 10 + 5
+        nodes = torch.zeros(4, dtype=torch.long, device="cuda").scatter_add_(0, graph, torch.ones_like(graph))
+        order = scores.argsort(descending=True)
+        by_graph, stable = graph[order].sort(stable=True)
+        first = torch.cat([nodes.new_zeros(1), nodes.cumsum(0)])
+        position = torch.arange(len(graph), device="cuda") - first[by_graph]
+        best = order[stable[position < (nodes.float() * 0.5).ceil().long()[by_graph]]]
+        scores, graph = scores[best], graph[best]
+        assert (len(best), int(graph.max())) == (kept, 3)
+    scores.sum().backward()
+
+
+@in_trace()
+def test_sequences_are_packed_by_lengths_that_were_on_the_gpu():
+    module = nn.LSTM(4, 8, batch_first=True, bidirectional=True, device="cuda")
+    x, lengths = torch.randn(3, 9, 4, device="cuda"), torch.tensor([2, 9, 5]).cuda()
+    packed = nn.utils.rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+    output, _ = nn.utils.rnn.pad_packed_sequence(module(packed)[0], batch_first=True)
+    assert (len(packed.data), tuple(output.shape)) == (16, (3, 9, 16))
+    output.sum().backward()
+
+
+def test_a_list_of_unknown_numbers_is_no_loop():
+    """Tokens of each expert, listed again and again."""
+
+    def program():
+        layer = nn.Linear(64, 8, device="cuda")
+        x = torch.randn(4096, 64, device="cuda")
+        for _ in range(4):
+            chosen = layer(x).topk(2).indices
+            for expert in range(8):
+                tokens = (chosen == expert).any(1).nonzero().view(-1).tolist()
+                assert len(tokens) == len(set(tokens)) == 1024
+        layer(x).sum().backward()
+
+    prediction = oomph.predict(program)
+    assert not prediction.assumptions

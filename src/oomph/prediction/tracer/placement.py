@@ -399,6 +399,19 @@ def install_tensor_device(patches: Patches, tracer: Tracer) -> None:
             return tensor.fake_device
         return device_of(tracer, tensor)
 
+    def tolist(tensor: FakeTensor) -> Any:
+        if tensor.fake_mode is not tracer.fake_mode:
+            return list_elements(tensor)
+        tracer.reads += 1
+        return tracer.guard.call(
+            "value",
+            torch.ops.aten._local_scalar_dense.default,
+            lambda: tracer.estimates.numbers(tensor),
+            lambda: list_elements(tensor),
+        )
+
+    list_elements = FakeTensor.tolist
+    patches.set(FakeTensor, "tolist", tolist)
     patches.set(FakeTensor, "device", property(device))
     make_wrapper = getattr(*internals.MAKE_WRAPPER_SUBCLASS)
 

@@ -76,6 +76,7 @@ _KEEPS_VALUES = VIEWS | aten_ops("""
 _MAKES_MASKS = VIEWS | aten_ops("""
     where.self masked_fill.Scalar masked_fill.Tensor _to_copy.default index.Tensor
 """)
+_JOINS = aten_ops("cat.default stack.default")
 _PRODUCTS = aten_ops("mm.default bmm.default _cdist_forward.default")
 # Large results that these and pointwise ops make of known values are computed once the program asks for them.
 _MAY_WAIT = (
@@ -422,6 +423,8 @@ class Values:
         pointwise = torch.Tag.pointwise in func.tags
         if pointwise or func in _KEEPS_VALUES or func is _COPY:
             sources = given[1:2] if func is _COPY else given if pointwise else given[:1]
+            if func in _JOINS:
+                sources = [max(given, key=torch.Tensor.numel)]
             of_whole = [source for source in sources if _is_whole(inputs[id(source)])]
             if not of_whole or not small:
                 samples = {id(source): _sample(inputs[id(source)]) for source in sources}
@@ -822,6 +825,19 @@ class ValueEstimates:
         if found.known and isinstance(value, bool):
             self._loops.count(self._site() or Site("", 0, ""), value)
         return value if found.known else self._answer(value, tensor)
+
+    def numbers(self, tensor: torch.Tensor) -> Any:
+        """`.tolist()`. Of guesses, the first asks for all: a loop may wait for it."""
+        self._values.resolve(tensor)
+        values = self._values.whole(tensor)
+        if not self._values.of(tensor).known and values.numel():
+            first = values.reshape(-1)[0].item()
+            answer = self._answer(first)
+            if answer != first:
+                values = torch.full_like(values, answer)
+            elif type(answer) is int:
+                self._numbers[self._site() or Site("", 0, "")] = int(values.min()), int(values.max())
+        return values.tolist()
 
     def equality(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """`torch.equal`, `torch.allclose`"""
