@@ -17,7 +17,7 @@ from oomph.fixes.journal import Journal, module_of
 from oomph.fixes.modules import chosen_blocks, disable_kv_cache, own_checkpointing, refuse_own_checkpointing
 from oomph.fixes.registry import Fix, FixContext, Target, check_choice
 from oomph.nn.blocks import blocks as blocks_of
-from oomph.torch_internals import TorchDispatchMode, tree_map
+from oomph.torch_internals import TorchDispatchMode, tree_map_only
 
 aten = torch.ops.aten
 # Its time grows with the square of the sequence, the size of its results (and their log-sum-exp) linearly.
@@ -137,28 +137,23 @@ class _KeptResults(_BlockResults):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._saved[:] = [tree_map(self._packed, each) for each in self._saved]
-
-    def _packed(self, leaf: Any) -> Any:
-        return self._block.pack(leaf) if isinstance(leaf, torch.Tensor) else leaf
+        self._saved[:] = tree_map_only(torch.Tensor, self._block.pack, self._saved)
 
 
 class _ReusedResults(_BlockResults):
     """In the recomputation: these come back instead of being computed, in the same order."""
 
     def __enter__(self) -> Any:
-        self._next = iter([tree_map(self._unpacked, each, is_leaf=_is_packed) for each in self._saved])
+        packed = (ResidentTensor, OffloadedTensor)
+        self._next = iter(
+            tree_map_only(
+                packed, self._block.unpack, self._saved, is_leaf=lambda leaf: isinstance(leaf, packed)
+            )
+        )
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return next(self._next) if func in self._ops else func(*args, **(kwargs or {}))
-
-    def _unpacked(self, leaf: Any) -> Any:
-        return self._block.unpack(leaf) if _is_packed(leaf) else leaf
-
-
-def _is_packed(leaf: Any) -> bool:
-    return isinstance(leaf, ResidentTensor | OffloadedTensor)
 
 
 # What the policy saves bypasses saved-tensor hooks; from torch 2.15 on that has to be said.

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from oomph.errors import UserError
 from oomph.fixes.lazy_tensor import Args, Kwargs, LazyMode, LazyModeFix, program_line, writes_by_name
 from oomph.fixes.registry import FixContext, Target
-from oomph.torch_internals import disable_torch_function, tree_leaves, tree_map
+from oomph.torch_internals import disable_torch_function, tree_leaves, tree_map, tree_map_only
 
 # By the name under which torch, torch.Tensor or torch.nn.functional have them.
 _ELEMENTWISE = frozenset(
@@ -71,9 +71,7 @@ class BatchInvariantMode(LazyMode):
                 lambda leaf: leaf[:1] if is_batch_invariant(leaf) else leaf, (tuple(args), dict(kwargs))
             )
             result = func(*given, **options)
-            return tree_map(
-                lambda leaf: leaf.expand(rows, *leaf.shape[1:]) if isinstance(leaf, Tensor) else leaf, result
-            )
+            return tree_map_only(Tensor, lambda leaf: leaf.expand(rows, *leaf.shape[1:]), result)
         return self._reshaped(func, name, args, kwargs) if name in _RESHAPES else func(*args, **kwargs)
 
     def returned(self, leaf: Any) -> Any:

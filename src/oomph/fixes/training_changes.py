@@ -14,7 +14,7 @@ from oomph.errors import UserError
 from oomph.fixes.journal import Journal
 from oomph.fixes.modules import copy_configs, is_plain_linear
 from oomph.fixes.registry import Fix, FixContext, Target, check_whole_number, example_batch
-from oomph.torch_internals import tree_leaves, tree_map
+from oomph.torch_internals import tree_leaves, tree_map_only
 from oomph.workload import Workload, rows_of
 
 
@@ -27,9 +27,7 @@ class ChangedBatch:
 
     def __call__(self, device: torch.device, **sizes: int) -> Any:
         batch = self.make(device, **sizes)
-        return tree_map(
-            lambda leaf: self.change(leaf, batch) if isinstance(leaf, torch.Tensor) else leaf, batch
-        )
+        return tree_map_only(torch.Tensor, lambda leaf: self.change(leaf, batch), batch)
 
 
 # -------------------------------------------------------------------------- smaller batch, shorter sequence
