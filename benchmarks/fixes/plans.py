@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from benchmarks import RESULTS, ROOT
-from benchmarks.rows import error_percent, stored, summary, write
+from benchmarks.rows import error_percent, in_process, send, stored, summary, write
 
 SCRIPTS = ROOT / "benchmarks" / "accuracy" / "training_scripts"
 _TURNS, _STEPS = 5, 4  # of each process, and in each turn: the first step of a turn is not timed
@@ -176,7 +176,7 @@ def plan_here(name: str, gpu: str, out: str) -> None:
     write_plan(plan, out)
 
 
-def predict_here(name: str, fixes: str, limit: int, gpu: str, out: str) -> None:
+def predict_here(name: str, fixes: str, limit: int, gpu: str) -> dict[str, Any]:
     import oomph
     from oomph.fixes import uses_of
     from oomph.fixes.scripts import ModelChange
@@ -191,14 +191,13 @@ def predict_here(name: str, fixes: str, limit: int, gpu: str, out: str) -> None:
     after = oomph.predict(fixed, gpu=gpu, max=limit)
     assert before.step_seconds
     assert after.step_seconds
-    found = {
+    return {
         "reserved_before": before.peak.reserved,
         "predicted_allocated": after.peak.allocated,
         "predicted_reserved": after.peak.reserved,
         "predicted_seconds": round(after.step_seconds, 5),
         "predicted_ratio": round(after.step_seconds / before.step_seconds, 4),
     }
-    Path(out).write_text(json.dumps(found))
 
 
 class Turns:
@@ -413,13 +412,11 @@ def planned(name: str, gpu: str, folder: Path) -> Row:
     )
 
 
-def predicted_again(row: dict[str, str], gpu: str, folder: Path) -> dict[str, Any]:
+def predicted_again(row: dict[str, str], gpu: str) -> dict[str, Any]:
     """The row with what is predicted now of its fixes."""
-    out = folder / f"{_file(row['case'])}.json"
-    arguments = ["--fixes", row["fixes"], "--limit", row["limit"], "--gpu", gpu, "--out", str(out)]
-    if error := Child("--predict-here", row["case"], *arguments, CUDA_VISIBLE_DEVICES="").end():
-        raise SystemExit(f"{row['case']}: {error}")
-    found: dict[str, Any] = {**row, **json.loads(out.read_text())}
+    words = ("--predict-here", row["case"], "--fixes", row["fixes"], "--limit", row["limit"], "--gpu", gpu)
+    variables = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "2"}
+    found = {**row, **in_process("benchmarks.fixes.plans", *words, seconds=_SECONDS, **variables)}
     for name in ("allocated", "reserved", "ratio"):
         real = row[f"measured_{name}"]
         found[f"{name}_error_percent"] = error_percent(
@@ -531,7 +528,7 @@ def main() -> int:
         run_here(given.run_here, given.plan, str(given.out))
         return 0
     if given.predict_here:
-        predict_here(given.predict_here, given.fixes, int(given.limit), given.gpu, str(given.out))
+        send(predict_here(given.predict_here, given.fixes, int(given.limit), given.gpu))
         return 0
     wanted = [
         name
@@ -543,10 +540,8 @@ def main() -> int:
         return 0
     out = given.out or RESULTS / f"plans_{given.gpu}.csv"
     if given.predict:
-        with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(given.jobs) as pool:
-            before = stored(out)
-            again = list(pool.map(lambda row: predicted_again(row, given.gpu, Path(temporary)), before))
-        write(out, again)
+        with ThreadPoolExecutor(given.jobs) as pool:
+            write(out, list(pool.map(lambda row: predicted_again(row, given.gpu), stored(out))))
         return 0
     rows: dict[str, Row] = {}
     earlier = {row["case"]: row for row in stored(out) if row["ran"] == "True"}
