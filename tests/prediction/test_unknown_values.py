@@ -132,6 +132,15 @@ def test_ids_are_followed_through_slices():
     assert weights.sum() > 0
 
 
+@in_trace(lambda found: not any("NumPy" in str(note) for note in found.notes))
+def test_arrays_of_known_values_have_them():
+    lengths = torch.tensor([3, 9]).cuda()
+    assert (lengths + 1).cpu().numpy().tolist() == [4, 10]
+    positions = torch.arange(2048, device="cuda")
+    mask = positions < lengths.sum() + 0 * positions[:, None]
+    assert mask.cpu().numpy().sum() == 12 * 2048
+
+
 @in_trace(lambda found: found.assumptions == ())
 def test_generation_with_an_end_token_stops_at_its_length():
     head = torch.randn(64, 100, device="cuda", requires_grad=True)

@@ -275,7 +275,9 @@ def _numpy(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any
             "can't convert cuda:0 device type tensor to numpy. "
             "Use Tensor.cpu() to copy the tensor to host memory first."
         )
-    tracer.note("values read on the host as a NumPy array are representative")
+    tracer.values.resolve(tensor)
+    if tracer.values.known(tensor) is None:
+        tracer.note("values read on the host as a NumPy array are representative")
     values = tracer.values.whole(tensor)
     values = values.float() if values.dtype == torch.bfloat16 else values
     return (values.clone() if values.numel() <= _MOST_COPIED else values).numpy()
