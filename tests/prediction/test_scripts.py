@@ -600,6 +600,21 @@ def test_a_script_that_infers_may_end_with_status_0(predicted):
     assert any("no backward pass ran" in note.text for note in found.assumptions)
 
 
+def test_where_a_library_may_not_write_the_option_that_allows_it_is_named(predicted, tmp_path):
+    """h5py.File(path, "r+") opens the file in C, which Landlock refuses."""
+    (tmp_path / "data.h5").touch()
+    source = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.open(b"data.h5", os.O_RDWR) < 0:
+    raise PermissionError(ctypes.get_errno(), "unable to open file", "data.h5")
+raise SystemExit("opened")
+"""
+    with pytest.raises(ProgramError, match=r"data\.h5.*--allow-subprocesses|opened") as caught:
+        predicted(source)
+    assert caught.value.line == 5 or "opened" in str(caught.value)  # a kernel without Landlock
+
+
 @pytest.mark.parametrize(
     ("source", "error", "message"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import runpy
@@ -81,6 +82,12 @@ def run_script(
         if script.torchrun or error.args[0] not in _OF_TORCHRUN:
             raise
         message = f"KeyError: {error.args[0]!r}, which torchrun sets in the environment: add --torchrun"
+        raise ProgramError(message, *user_line(error), program_traceback(error)) from error
+    except PermissionError as error:
+        if error.errno != errno.EACCES:
+            raise
+        hint = "a library that opens files for writing by itself, as h5py does, needs --allow-subprocesses"
+        message = f"{type(error).__name__}: {error}; {hint}"
         raise ProgramError(message, *user_line(error), program_traceback(error)) from error
     steps.check_trained()
 
