@@ -9,14 +9,14 @@ Run the two in turns, twice each: the first pair compiles the kernels. The faste
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.ops.__main__ import CASES
 from benchmarks.ops.runs import run_case, this_machine
-from benchmarks.rows import write
+from benchmarks.rows import need_gpu, write
 
 SHAPES = {
     "cross_entropy": {"16384x2560x151936", "8192x1024x151936"},
@@ -57,7 +57,12 @@ def compare(files: list[Path], out: Path) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--compare":
-        compare([Path(file) for file in sys.argv[2:-1]], Path(sys.argv[-1]))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("files", nargs="+", type=Path, help="what to write; with --compare, it comes last")
+    parser.add_argument("--compare", action="store_true", help="of the old and the new revision in turns")
+    given = parser.parse_args()
+    if given.compare:
+        compare(given.files[:-1], given.files[-1])
     else:
-        measure(Path(sys.argv[1]))
+        need_gpu()
+        measure(given.files[0])
