@@ -49,10 +49,8 @@ class FileOverlay:
         if not text:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         if not text.startswith("/"):
-            base = (
-                self.cwd() if dir_fd is None else self.of_scratch(_REAL.readlink(f"/proc/self/fd/{dir_fd}"))
-            )
-            text = posixpath.join(base, text)
+            folder = None if dir_fd is None else self.of_scratch(_REAL.readlink(f"/proc/self/fd/{dir_fd}"))
+            text = posixpath.join(folder or self.cwd(), text)
         folder, name = posixpath.split(self.of_scratch(text.rstrip("/") or "/"))
         if name in ("", ".", ".."):
             return self._resolved(posixpath.join(folder, name))
@@ -140,9 +138,8 @@ class FileOverlay:
         listed = False
         if not self.is_deleted(folder):
             with contextlib.suppress(FileNotFoundError):
-                found = {
-                    n: None for n in _REAL.listdir(folder) if posixpath.join(folder, n) not in self.deleted
-                }
+                present = (n for n in _REAL.listdir(folder) if posixpath.join(folder, n) not in self.deleted)
+                found = dict.fromkeys(present)
                 listed = True
         if _exists(here):
             found |= dict.fromkeys(_REAL.listdir(here))
@@ -164,10 +161,6 @@ class FileOverlay:
     @property
     def is_direct(self) -> bool:
         return getattr(self._direct, "on", False)
-
-    @property
-    def has_opener(self) -> bool:
-        return getattr(self._direct, "opener", False)
 
     # The operations ---------------------------------------------------------------------------------------
 
@@ -464,7 +457,7 @@ def install(scratch: str) -> Callable[[str, tuple[Any, ...]], None]:
     _divert_open_files(overlay)
 
     def refuse_other_writes(event: str, args: tuple[Any, ...]) -> None:  # such as posix.unlink
-        if not overlay.has_opener:
+        if not getattr(overlay._direct, "opener", False):
             refuse_write(event, args, (overlay.scratch,))
 
     return refuse_other_writes
@@ -664,8 +657,6 @@ def forbid_writes_outside(folders: tuple[str, ...]) -> bool:
             rule = Rule(access, fd)
             libc.syscall(_LANDLOCK_ADD, ruleset, 1, ctypes.byref(rule), 0)
             os.close(fd)
-    done = (
-        libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0) == 0 and libc.syscall(_LANDLOCK_RESTRICT, ruleset, 0) == 0
-    )
+    failed = libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0) or libc.syscall(_LANDLOCK_RESTRICT, ruleset, 0)
     os.close(ruleset)
-    return done
+    return not failed

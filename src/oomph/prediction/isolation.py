@@ -330,14 +330,17 @@ def _run_fork(function: Callable[..., Any], read: int, write: int, continues: bo
     raise ContinueInFork(function)  # what the program's end sends goes to the process that was forked
 
 
+def _stat(pid: int | str) -> list[str]:
+    """The state of a process, its parent, its group and so on, from /proc; empty if there is none."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()
+    return []
+
+
 def _sleeps_since(pid: int) -> tuple[str, ...] | None:
     """The CPU time after which the process sleeps; None where it waits for the CPU or a disk, or computes."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            state, *fields = file.read().rpartition(")")[2].split()
-    except OSError:  # not Linux
-        return None
-    return tuple(fields[10:12]) if state == "S" else None
+    state = _stat(pid)
+    return tuple(state[11:13]) if state[:1] == ["S"] else None
 
 
 def discard_output() -> None:
@@ -790,13 +793,9 @@ class _Child:
         """Anything that changes while the child, or a process that it started, computes."""
         if not os.path.isdir("/proc/self"):  # not Linux
             return time.monotonic()
-        used = []
-        for pid in filter(str.isdigit, os.listdir("/proc")):
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
-                state = file.read().rpartition(")")[2].split()
-                if state[2] == str(self.pid):  # its group
-                    used.append((pid, *state[11:13]))
-        return used
+        processes = {pid: _stat(pid) for pid in os.listdir("/proc") if pid.isdigit()}
+        group = [str(self.pid)]
+        return [(pid, *state[11:13]) for pid, state in processes.items() if state[2:3] == group]
 
 
 def _receive(child: _Child, progress: Progress) -> tuple[str, Any] | None:

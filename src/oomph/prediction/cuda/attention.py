@@ -388,12 +388,10 @@ def _flash_splits(blocks: int, key_length: int, head: int, gpu: GPU) -> int:
         for splits in range(1, min(128, slots, key_blocks) + 1)
         if splits == 1 or math.ceil(key_blocks / splits) != math.ceil(key_blocks / (splits - 1))
     ]
-    efficiency = {}
-    for splits in candidates:
-        waves = blocks * splits / slots
-        efficiency[splits] = waves / math.ceil(waves)
-    best = max(efficiency.values(), default=0.0)
-    return next((splits for splits in candidates if efficiency[splits] >= 0.85 * best), 1)
+    waves = [blocks * splits / slots for splits in candidates]
+    efficiency = [wave / math.ceil(wave) for wave in waves]
+    best = max(efficiency)
+    return next(splits for splits, one in zip(candidates, efficiency, strict=True) if one >= 0.85 * best)
 
 
 @temporaries(aten._scaled_dot_product_flash_attention_backward.default)

@@ -123,11 +123,11 @@ def op_name(func: OpOverload) -> str:
     return func.name().replace("::", ".")
 
 
-def contiguous_copy_bytes(tensor: torch.Tensor | None) -> int:
+def contiguous_copy_bytes(
+    tensor: torch.Tensor | None, format: torch.memory_format = torch.contiguous_format
+) -> int:
     """The bytes of the copy that `tensor.contiguous()` makes; 0 where it makes none."""
-    if tensor is None or tensor.is_contiguous():
-        return 0
-    return tensor.numel() * tensor.element_size()
+    return 0 if tensor is None or tensor.is_contiguous(memory_format=format) else tensor.nbytes
 
 
 _RAISED_BY_PROGRAM = "_oomph_raised_by_program"

@@ -46,6 +46,7 @@ from oomph.prediction.cuda.rules import (
     aten_ops,
     bind,
     composite,
+    contiguous_copy_bytes,
     cuda_kernel,
     temporaries,
     temporaries_of,
@@ -138,7 +139,7 @@ def _copied_factors(call: BoundArguments, gpu: GPU) -> list[int]:
     are copied (native/cuda/Blas.cpp)."""
     first = 1 if "mat1" in call or "batch1" in call else 0  # after what is added
     factors: list[torch.Tensor] = list(call.values())[first : first + 2]
-    return [one.numel() * one.element_size() for one in factors if not _has_dense_rows_or_columns(one)]
+    return [one.nbytes for one in factors if not _has_dense_rows_or_columns(one)]
 
 
 def _has_dense_rows_or_columns(matrices: torch.Tensor) -> bool:
@@ -264,7 +265,7 @@ def _forward(call: BoundArguments, gpu: GPU) -> list[Temporary]:
     format = memory_format(call["input"], call["weight"])
     found = _describe(call, _output_shape(call), format)
     kind: Pass = "data" if call["transposed"] else "forward"
-    copies = (_copy_bytes(call[name], format) for name in ("input", "weight"))
+    copies = (contiguous_copy_bytes(call[name], format) for name in ("input", "weight"))
     return [*copies, NEXT_RESULT, *_search(found, kind, gpu), _workspace(found, kind, gpu)]
 
 
@@ -273,15 +274,15 @@ def _backward(call: BoundArguments, gpu: GPU) -> list[Temporary]:
     format = memory_format(call["input"], call["weight"])
     gradient = call["grad_output"]
     found = _describe(call, tuple(gradient.shape), format)
-    gradient_copy = _copy_bytes(gradient, format)
+    gradient_copy = contiguous_copy_bytes(gradient, format)
     sizes: list[Temporary] = [gradient_copy]
     if call["output_mask"][0]:
         kind: Pass = "forward" if call["transposed"] else "data"
-        weight_copy, workspace = _copy_bytes(call["weight"], format), _workspace(found, kind, gpu)
+        weight_copy, workspace = contiguous_copy_bytes(call["weight"], format), _workspace(found, kind, gpu)
         search = _search(found, kind, gpu)
         sizes += [NEXT_RESULT, weight_copy, *search, workspace, -workspace, -weight_copy]
     if call["output_mask"][1]:
-        input_copy, workspace = _copy_bytes(call["input"], format), _workspace(found, "weight", gpu)
+        input_copy, workspace = contiguous_copy_bytes(call["input"], format), _workspace(found, "weight", gpu)
         search = _search(found, "weight", gpu)
         sizes += [input_copy, NEXT_RESULT, *search, workspace, -workspace, -input_copy]
     if call["output_mask"][2]:
@@ -653,18 +654,12 @@ def memory_format(input: torch.Tensor, weight: torch.Tensor) -> torch.memory_for
     return suggest_memory_format(weight) if suggested is torch.contiguous_format else suggested
 
 
-def _copy_bytes(tensor: torch.Tensor, format: torch.memory_format) -> int:
-    """Tensors in another layout than the convolution's are copied."""
-    return 0 if tensor.is_contiguous(memory_format=format) else tensor.numel() * tensor.element_size()
-
-
 def _output_shape(call: BoundArguments) -> tuple[int, ...]:
     input, weight = call["input"], call["weight"]
+    options = (_for_each(call[name], input) for name in ("stride", "padding", "dilation", "output_padding"))
     plane = []
-    for axis, size in enumerate(input.shape[2:]):
-        given = (call[name] for name in ("stride", "padding", "dilation", "output_padding"))
-        step, pad, gap, more = (values[axis] if len(values) > 1 else values[0] for values in given)
-        reach = gap * (weight.shape[2 + axis] - 1)
+    for size, width, step, pad, gap, more in zip(input.shape[2:], weight.shape[2:], *options, strict=True):
+        reach = gap * (width - 1)
         if call["transposed"]:
             plane.append((size - 1) * step - 2 * pad + reach + more + 1)
         else:
