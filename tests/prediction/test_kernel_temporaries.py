@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from small_programs import in_trace
 
 import oomph
 import oomph.prediction.cuda
@@ -42,13 +43,8 @@ def highest(events):
 
 
 SUMS = [  # shape, strides, reduced, type; the staging buffer and the semaphores
-    ((4096, 768), None, [0], f32, [25165824, 24]),
     ((4096, 3072), None, [0], f32, [100663296, 96]),
-    ((4096, 2304), None, [0], f32, [75497472, 72]),
-    ((8192, 768), None, [0], bf16, [50331648, 24]),
     ((8192, 3072), None, [0], bf16, [138412032, 96]),
-    ((8192, 2304), None, [0], bf16, [139198464, 72]),
-    ((4096, 3072), None, [0], bf16, [100663296, 96]),
     ((65536, 1024), None, [0], bf16, [138412032, 32]),
     ((8192, 20000), None, [0], f32, [143360000, 628]),
     ((2, 1024, 2048), None, [0, 1], f32, [33554432, 64]),
@@ -56,14 +52,11 @@ SUMS = [  # shape, strides, reduced, type; the staging buffer and the semaphores
     ((300000, 17), None, [0], f32, [287232, 8]),
     ((16384, 129), None, [0], bf16, [1056768, 20]),
     ((4096, 4095), None, [0], f32, [2620800, 512]),
-    ((2048, 250), None, [0], bf16, [1024000, 16]),
     ((64, 64, 56, 56), (200704, 1, 3584, 64), [0, 2, 3], f32, [25690112, 4]),
-    ((32, 256, 14, 14), (50176, 1, 3584, 256), [0, 2, 3], f32, [12845056, 8]),
     ((8, 3, 224, 224), (150528, 1, 672, 3), [0, 2, 3], f32, [2352, 8]),
     ((8, 50000, 16), None, [1], f32, [51249152, 4]),
     ((8192, 700), (1024, 1), [0], f32, [45875200, 24]),
     ((1, 16777216), None, [-1], bf16, [2112, 4]),
-    ((1048576,), None, None, f32, [512, 4]),
     ((33554432,), None, None, bf16, [2112, 4]),
 ]
 
@@ -161,11 +154,6 @@ def test_a_sort_takes_cubs_alternate_buffers(shape, dtype, measured):
     assert taken(aten.sort.default, meta(*shape, dtype=dtype)) == measured
 
 
-def test_many_long_rows_are_sorted_with_alternate_keys_and_values():
-    n = 4096 * 8192
-    assert highest(taken(aten.sort.default, meta(4096, 8192))) == pytest.approx(8 * n + 12 * n, rel=1e-4)
-
-
 def test_a_random_permutation_sorts_random_keys():
     # Measured: 6,045,184 bytes beside the result, as blocks.
     assert taken(aten.randperm.default, 150_000) == [1_200_000, 1_200_000, 1_200_000, 2_444_799]
@@ -246,21 +234,6 @@ def test_a_mean_squared_error_that_is_kept_holds_the_storage_of_every_elements_l
     assert oomph.predict(loss_step("mean"), gpu="h200").steps[-1].end == 3 * whole
 
 
-def test_the_gradient_of_unfold_holds_a_storage_as_large_as_the_columns():
-    def target():
-        image = torch.randn(8, 64, 64, 64, device="cuda", requires_grad=True)
-
-        def step():
-            image.grad = None
-            columns = torch.nn.functional.unfold(image, 3)
-            columns.backward(torch.ones_like(columns))
-
-        return step
-
-    columns = 8 * 64 * 9 * 62 * 62 * 4
-    assert oomph.predict(target, gpu="h200").steps[-1].end >= columns
-
-
 EXPANDED = strided((1024, 512), (0, 0))
 MATRIX = meta(512, 256)
 
@@ -326,20 +299,17 @@ def test_cudnn_copies_sequences_whose_channels_come_last_before_it_normalises_th
     assert copied.peak.allocated - plain.peak.allocated == 512 * 128 * 64 * 4
 
 
+@in_trace(lambda found: found.peak.allocated / MiB == pytest.approx(4 * 64, rel=0.001))
 def test_a_sum_inside_of_a_gradients_formula_is_a_new_tensor():
     """var_mean's is the sum of two gradients; measured: four tensors of the input's size."""
+    x = torch.randn(64, 256, 1024, device="cuda", requires_grad=True)
 
-    def target():
-        x = torch.randn(64, 256, 1024, device="cuda", requires_grad=True)
+    def step():
+        found = torch.var_mean(x)
+        torch.autograd.backward(found, [torch.ones_like(each) for each in found])
+        x.grad = None
 
-        def step():
-            found = torch.var_mean(x)
-            torch.autograd.backward(found, [torch.ones_like(each) for each in found])
-            x.grad = None
-
-        return step
-
-    assert oomph.predict(target, gpu="h200").peak.allocated / MiB == pytest.approx(4 * 64, rel=0.001)
+    return step
 
 
 # KiB allocated in a step of forward and `backward(ones_like)`, measured.

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small_programs import MiB, Stack, line_of, linear_workload, made, mean_square, requested, stack_workload
+from small_programs import MiB, Stack, linear_workload, made, mean_square, requested, stack_workload
 from torch import nn
 
 import oomph
@@ -346,60 +346,6 @@ def test_the_sizes_of_a_workload_reach_its_batch():
         linear_workload(batch=lambda device, B, T: torch.randn(B, T, 1024, device=device), sizes=sizes)
     )
     assert made(prediction, stage="batch")[0].shape == (16, 32, 1024)
-
-
-class ShiftMixer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weights = nn.Parameter(torch.ones(12))
-        self.project = nn.Linear(512, 512)
-
-    def forward(self, x):
-        x = self.project(x)
-
-        def mixed():
-            shifted = [x.roll(shift, dims=1) for shift in range(12)]
-            total = shifted[0] * self.weights[0]
-            for copy, weight in zip(shifted[1:], self.weights[1:], strict=True):
-                total.addcmul_(copy, weight)
-            return total
-
-        return mixed()
-
-
-class FullJacobianSoftmax(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x.softmax(-1))
-        return x.softmax(-1)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (p,) = ctx.saved_tensors
-        jacobian = torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2)
-        return torch.einsum("nij,nj->ni", jacobian, grad)
-
-
-class Jacobian(nn.Linear):
-    def forward(self, x):
-        return FullJacobianSoftmax.apply(super().forward(x))
-
-
-@pytest.mark.parametrize(
-    ("model", "shape", "method", "line", "stage"),
-    [
-        (ShiftMixer, (16, 4096, 512), ShiftMixer.forward, "shifted = [", "forward activations"),
-        (lambda: Jacobian(256, 1000), (1024, 256), FullJacobianSoftmax.backward, "diag_embed", "backward"),
-    ],
-)
-def test_the_top_line_at_the_peak_is_the_one_that_causes_it(model, shape, method, line, stage):
-    prediction = oomph.predict(Workload(model, lambda device: torch.randn(shape, device=device), mean_square))
-    (site, size), *others = prediction.by_line()
-    assert (site.file, site.line) == (__file__, line_of(method, line))
-    assert site.function.startswith(method.__qualname__)
-    assert size >= 1.25 * max(size for _, size in others)
-    largest = next(alive.allocation for alive in prediction.at_peak if alive.allocation.site == site)
-    assert largest.stage == stage
 
 
 def test_recomputed_tensors_belong_to_the_block_that_is_recomputed(checkpointed):

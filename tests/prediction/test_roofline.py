@@ -97,14 +97,6 @@ def test_a_copy_on_another_stream_runs_beside_the_kernels():
     assert seconds(copy, compute) == pytest.approx(seconds(compute) + seconds(copy))
 
 
-def test_copies_of_both_directions_do_not_hinder_each_other():
-    there = kernel(kind="to host", bytes=10**9, non_blocking=True, stream=1)
-    back = there._replace(kind="to device", stream=2)
-    assert seconds(there, back) == pytest.approx(seconds(there))
-    assert seconds(there, there) == pytest.approx(2 * seconds(there))
-    assert seconds(there, there._replace(stream=2)) == pytest.approx(2 * seconds(there))  # one link
-
-
 def record(stream, event):
     return kernel(kind="record event", stream=stream, event=event)
 

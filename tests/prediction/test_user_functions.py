@@ -295,8 +295,3 @@ def test_memory_that_grows_with_every_step_is_pointed_out_with_its_line():
 
 def test_a_steady_step_on_a_known_card_needs_no_remark():
     assert oomph.predict(workload(), gpu="rtx3090").notes == ()
-
-
-def test_a_card_of_unknown_generation_is_said_to_be_modelled_as_another():
-    for gpu in (None, "24GiB"):
-        assert any("H200" in note.text for note in oomph.predict(workload(), gpu=gpu).notes)

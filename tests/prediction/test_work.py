@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from small_programs import Stack, linear_workload, mean_square, stack_workload
+from small_programs import Stack, in_trace, linear_workload, mean_square, stack_workload
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -247,27 +247,6 @@ def test_copies_between_host_and_gpu_are_counted_each_way():
     assert [kernel.non_blocking for kernel in kernels] == [False, False, True, True]
 
 
-def test_ops_are_given_to_the_stream_that_is_current():
-    def program():
-        x, side = on_gpu(1024, 256), torch.cuda.Stream()
-
-        def run():
-            x.mul_(2)
-            with torch.cuda.stream(side):
-                x.mul_(3)
-                with torch.cuda.stream(None):
-                    x.mul_(4)
-                assert torch.cuda.current_stream() == side
-            x.mul_(5)
-            assert torch.cuda.current_stream() == torch.cuda.default_stream() != side
-
-        return run
-
-    first, inside, still_inside, last = [kernel.stream for kernel in kernels_of(program)]
-    assert first == last == 0
-    assert inside == still_inside != 0
-
-
 def test_waits_between_streams_are_reported_in_program_order():
     def program():
         x, host, side = on_gpu(1024, 256), torch.empty(1024, 256), torch.cuda.Stream()
@@ -317,13 +296,11 @@ def test_only_the_last_step_is_counted(linear):
     assert linear.work.flops == 2 * flops  # the batch needs no gradient
 
 
+@in_trace(lambda found: found.work.flops == 2 * 3 * 2 * 64**3)
 def test_a_function_without_steps_is_counted_whole():
-    def program():
-        x = torch.randn(64, 64, device="cuda", requires_grad=True)
-        for _ in range(2):
-            (x @ x).sum().backward()
-
-    assert oomph.predict(program, gpu="h200").work.flops == 2 * 3 * 2 * 64**3
+    x = torch.randn(64, 64, device="cuda", requires_grad=True)
+    for _ in range(2):
+        (x @ x).sum().backward()
 
 
 def test_kernels_of_the_ops_are_counted_with_their_flops():
