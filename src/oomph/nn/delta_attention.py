@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from oomph.errors import ArgumentError
-from oomph.nn.common import reset_step_bias, wide
-from oomph.ops.common import check_whole
+from oomph.nn.common import RecurrentState, check_tokens, reset_step_bias, wide
+from oomph.ops.common import check_shape, check_whole
 from oomph.ops.delta_attention import kda
 from oomph.ops.short_convolution import short_convolution
 from oomph.ops.tokenwise import tokenwise_checkpoint
@@ -47,11 +46,7 @@ class ShortConvolution(nn.Module):
     def forward(self, x_BTC: Tensor, earlier_BKC: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x [B, T, C], the K - 1 tokens before it (default zeros) -> the result, the last K - 1 tokens."""
         before = self.kernel_size - 1
-        expected = (x_BTC.shape[0], before, self.channels)
-        if earlier_BKC is not None and tuple(earlier_BKC.shape) != expected:
-            raise ArgumentError(
-                f"the convolution's state has shape {list(earlier_BKC.shape)}; valid: {list(expected)}"
-            )
+        check_shape((x_BTC.shape[0], before, self.channels), earlier_BKC=earlier_BKC)
         if earlier_BKC is None:
             joined = F.pad(x_BTC, (0, 0, before, 0))
         else:
@@ -65,7 +60,7 @@ class ShortConvolution(nn.Module):
 
 
 @dataclass(frozen=True, eq=False)
-class KimiDeltaState:
+class KimiDeltaState(RecurrentState):
     """The state of a layer after some tokens: the last tokens of the convolutions, and the memory.
 
     conv_q, conv_k, conv_v [B, K - 1, ...]; memory [B, H, D, D] in float32.
@@ -75,12 +70,6 @@ class KimiDeltaState:
     conv_k: Tensor
     conv_v: Tensor
     memory: Tensor
-
-    def detach(self) -> "KimiDeltaState":
-        """Detached tensors, for truncated backpropagation through time."""
-        return KimiDeltaState(
-            self.conv_q.detach(), self.conv_k.detach(), self.conv_v.detach(), self.memory.detach()
-        )
 
 
 class KimiDeltaAttention(nn.Module):
@@ -145,12 +134,10 @@ class KimiDeltaAttention(nn.Module):
 
     def forward(self, x: Tensor, state: KimiDeltaState | None = None) -> tuple[Tensor, KimiDeltaState]:
         """x [B, T, hidden] -> y [B, T, hidden], and the state after the last token."""
-        if x.dim() != 3 or x.shape[-1] != self.hidden_size:
-            raise ArgumentError(f"x has shape {list(x.shape)}; valid: [B, T, {self.hidden_size}]")
-        earlier = (None, None, None) if state is None else (state.conv_q, state.conv_k, state.conv_v)
-        q, conv_q = self.q_conv1d(self.q_proj(x), earlier[0])
-        k, conv_k = self.k_conv1d(self.k_proj(x), earlier[1])
-        v, conv_v = self.v_conv1d(self.v_proj(x), earlier[2])
+        check_tokens(self.hidden_size, x=x)
+        q, conv_q = self.q_conv1d(self.q_proj(x), None if state is None else state.conv_q)
+        k, conv_k = self.k_conv1d(self.k_proj(x), None if state is None else state.conv_k)
+        v, conv_v = self.v_conv1d(self.v_proj(x), None if state is None else state.conv_v)
         o_BTHD, memory = kda(
             self._heads(q),
             self._heads(k),

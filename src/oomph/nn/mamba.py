@@ -4,8 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from oomph.errors import ArgumentError
-from oomph.nn.common import reset_step_bias, wide
+from oomph.nn.common import check_tokens, reset_step_bias, wide
 from oomph.ops.common import check_whole
 from oomph.ops.state_space import selective_scan
 
@@ -73,8 +72,7 @@ class BidirectionalMamba(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         """h [B, L, d_model] -> [B, L, d_model]."""
-        if h.dim() != 3 or h.shape[-1] != self.d_model:
-            raise ArgumentError(f"h has shape {list(h.shape)}; valid: [B, L, {self.d_model}]")
+        check_tokens(self.d_model, h=h)
         x_BLd, z_BLd = self.in_proj(h).chunk(2, dim=-1)
         x_2BLd = F.silu(self._convolve(x_BLd))
         parts = (self.dt_rank, self.d_state, self.d_state)

@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oomph.errors import ArgumentError
-from oomph.nn.common import head_norm
+from oomph.nn.common import check_tokens, head_norm
 from oomph.nn.rotary import RotaryEmbedding
-from oomph.ops import common
-from oomph.ops.common import check_whole
+from oomph.ops.common import check_one_of, check_whole
 from oomph.ops.rotary_embedding import RotaryTable
 from oomph.ops.sparse_attention import nsa
 from oomph.ops.sparse_attention.arguments import NSAConfig
@@ -106,10 +105,18 @@ class NativeSparseAttention(nn.Module):
         check_whole(
             hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim
         )
-        common.check_one_of("compression", compression, ("mlp", "mean"))
+        check_one_of("compression", compression, ("mlp", "mean"))
         if num_heads % num_kv_heads:
             raise ArgumentError(f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
-        _check_rotary(rotary, head_dim)
+        if rotary is not None and not isinstance(rotary, RotaryEmbedding):
+            raise ArgumentError(
+                f"rotary is a {type(rotary).__name__}; valid: an oomph.nn.RotaryEmbedding or None"
+            )
+        if rotary is not None and (rotary.heads_first or rotary.dim != head_dim):
+            raise ArgumentError(
+                f"rotary has dim={rotary.dim} and heads_first={rotary.heads_first}; valid: "
+                f"RotaryEmbedding({head_dim}, heads_first=False)"
+            )
         self.hidden_size, self.head_dim = hidden_size, head_dim
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.sizes: dict[str, Any] = {
@@ -131,22 +138,19 @@ class NativeSparseAttention(nn.Module):
         self.o_proj = nn.Linear(queries, hidden_size, bias=False, **factory)
         self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps, **factory) if qk_norm else None
         self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps, **factory) if qk_norm else None
-        learned = compression == "mlp"
         shape = (head_dim, compress_block, compress_stride)
-        self.compress_keys = BlockCompression(*shape, **factory) if learned else None
-        self.compress_values = BlockCompression(*shape, **factory) if learned else None
+        self.compress_keys = BlockCompression(*shape, **factory) if compression == "mlp" else None
+        self.compress_values = BlockCompression(*shape, **factory) if compression == "mlp" else None
 
     def forward(self, x: Tensor, table: RotaryTable | None = None) -> Tensor:
         """x [B, T, hidden] -> [B, T, hidden]; table: `rotary(positions)`, where the layer has a rotary."""
-        if x.dim() != 3 or x.shape[-1] != self.hidden_size:
-            raise ArgumentError(f"x has shape {list(x.shape)}; valid: [B, T, {self.hidden_size}]")
+        check_tokens(self.hidden_size, x=x)
         if table is None and self._rotate is not None:
             raise ArgumentError("table is None; the layer was made with rotary=: layer(x, rotary(positions))")
         if table is not None and self._rotate is None:
             raise ArgumentError("table was given, but the layer was made without rotary=")
-        q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
-        k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in projections)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = head_norm(q, self.q_norm), head_norm(k, self.k_norm)
         if self._rotate is not None:
@@ -167,17 +171,3 @@ class NativeSparseAttention(nn.Module):
             f"hidden_size={self.hidden_size}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
         )
         return f"{shown}, head_dim={self.head_dim}, " + ", ".join(f"{k}={v}" for k, v in self.sizes.items())
-
-
-def _check_rotary(rotary: RotaryEmbedding | None, head_dim: int) -> None:
-    if rotary is None:
-        return
-    if not isinstance(rotary, RotaryEmbedding):
-        raise ArgumentError(
-            f"rotary is a {type(rotary).__name__}; valid: an oomph.nn.RotaryEmbedding or None"
-        )
-    if rotary.heads_first or rotary.dim != head_dim:
-        raise ArgumentError(
-            f"rotary has dim={rotary.dim} and heads_first={rotary.heads_first}; valid: "
-            f"RotaryEmbedding({head_dim}, heads_first=False)"
-        )

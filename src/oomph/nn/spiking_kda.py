@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oomph.errors import ArgumentError
-from oomph.nn.common import head_norm, wide
+from oomph.nn.common import RecurrentState, check_tokens, head_norm, wide
 from oomph.nn.delta_attention import ShortConvolution
-from oomph.ops import common
-from oomph.ops.common import check_whole
+from oomph.ops.common import check_number, check_whole
 from oomph.ops.delta_attention import kda
 from oomph.ops.short_convolution import unit_vectors
 from oomph.ops.spiking import lif_gate
@@ -24,7 +23,7 @@ _TAPS = 3  # of the short convolution
 
 
 @dataclass(frozen=True, eq=False)
-class SpikingKDAState:
+class SpikingKDAState(RecurrentState):
     """The state of a block after some tokens.
 
     conv [B, K - 1, hidden]: the last tokens of the convolution; membrane [B, H, D] of the neurons; memory
@@ -35,12 +34,6 @@ class SpikingKDAState:
     membrane: Tensor
     memory: Tensor
     output: Tensor
-
-    def detach(self) -> "SpikingKDAState":
-        """Detached tensors, for truncated backpropagation through time."""
-        return SpikingKDAState(
-            self.conv.detach(), self.membrane.detach(), self.memory.detach(), self.output.detach()
-        )
 
 
 class SpikingKDABlock(nn.Module):
@@ -81,8 +74,7 @@ class SpikingKDABlock(nn.Module):
         """gate_rank: of W_down W_up and U_2 U_1. mode and memory_chunk_size: those of kda."""
         super().__init__()
         check_whole(hidden_size=hidden_size, num_heads=num_heads, head_dim=head_dim, gate_rank=gate_rank)
-        if not common.is_number(token_drop) or not 0 <= token_drop < 1:
-            raise ArgumentError(f"token_drop={token_drop!r} is not valid; give a probability in [0, 1)")
+        check_number("a probability in [0, 1)", lambda number: 0 <= number < 1, token_drop=token_drop)
         self.hidden_size, self.num_heads, self.head_dim = hidden_size, num_heads, head_dim
         self.decay, self.threshold, self.surrogate_beta = decay, threshold, surrogate_beta
         self.token_drop = token_drop
@@ -117,11 +109,16 @@ class SpikingKDABlock(nn.Module):
 
         dropped [B, T], True where a token is dropped, takes the place of the draw (also in evaluation).
         """
-        if x.dim() != 3 or x.shape[-1] != self.hidden_size:
-            raise ArgumentError(f"x has shape {list(x.shape)}; valid: [B, T, {self.hidden_size}]")
+        check_tokens(self.hidden_size, x=x)
         dropped_BT = self._dropped(x, dropped)
         h, conv = self.conv(self.norm(x), None if state is None else state.conv)
-        spikes, membrane = self._spikes(h, None if state is None else state.membrane)
+        spikes, membrane = lif_gate(
+            self._heads(self.drive_proj(h)),
+            decay=self.decay,
+            threshold=self.threshold,
+            surrogate_beta=self.surrogate_beta,
+            initial=None if state is None else state.membrane,
+        )
         awake_BTH = spikes.detach().bool().any(-1)
         if dropped_BT is not None:
             awake_BTH = awake_BTH & ~dropped_BT.unsqueeze(-1)
@@ -145,7 +142,8 @@ class SpikingKDABlock(nn.Module):
         before = None if state is None else state.output
         if dropped_BT is not None:
             o_BTHD = forward_fill(o_BTHD, dropped_BT, before)
-        y = self._residual(x, o_BTHD)
+        written = self.o_proj(head_norm(o_BTHD, self.o_norm).flatten(-2))
+        y = x + written * torch.sigmoid(self.gate_down(F.silu(self.gate_up(x))))
         return y, SpikingKDAState(conv, membrane, memory, self._last(o_BTHD, before))
 
     def _dropped(self, x: Tensor, given: Tensor | None) -> Tensor | None:
@@ -159,15 +157,6 @@ class SpikingKDABlock(nn.Module):
             return None
         return torch.rand(x.shape[:2], device=x.device) < self.token_drop
 
-    def _spikes(self, h: Tensor, membrane: Tensor | None) -> tuple[Tensor, Tensor]:
-        return lif_gate(
-            self._heads(self.drive_proj(h)),
-            decay=self.decay,
-            threshold=self.threshold,
-            surrogate_beta=self.surrogate_beta,
-            initial=membrane,
-        )
-
     def _log_decay(self, h: Tensor, spikes: Tensor, awake_BTH: Tensor) -> Tensor:
         f_BTHD = self._heads(self.decay_down(F.silu(self.decay_up(h))))
         return tokenwise_checkpoint(spiking_log_decay, (f_BTHD, spikes, awake_BTH), (self.spike_decay,))
@@ -176,10 +165,6 @@ class SpikingKDABlock(nn.Module):
         weighted_BTH = torch.einsum("bthd,hd->bth", spikes, self.spike_write)
         beta_BTH = torch.sigmoid(wide(self.write_proj(h)) + wide(weighted_BTH))
         return torch.where(awake_BTH, beta_BTH, 0.0)
-
-    def _residual(self, x: Tensor, o_BTHD: Tensor) -> Tensor:
-        written = self.o_proj(head_norm(o_BTHD, self.o_norm).flatten(-2))
-        return x + written * torch.sigmoid(self.gate_down(F.silu(self.gate_up(x))))
 
     def _last(self, o_BTHD: Tensor, before: Tensor | None) -> Tensor:
         if o_BTHD.shape[1]:

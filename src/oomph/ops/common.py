@@ -62,12 +62,23 @@ def check_whole(least: int = 1, why: str = "", **numbers: object) -> None:
             raise ArgumentError(f"{name}={given!r} is not valid; give a whole number >= {least}{why}")
 
 
-def check_whole_if_given(**numbers: object) -> None:
-    check_whole(**{name: given for name, given in numbers.items() if given is not None})  # type: ignore[arg-type]
+def not_none(**values: Any) -> dict[str, Any]:
+    """Those that are not None."""
+    return {name: value for name, value in values.items() if value is not None}
 
 
-def check_floating_if_given(**tensors: Tensor | None) -> None:
-    check_floating(**{name: tensor for name, tensor in tensors.items() if tensor is not None})
+def check_number(valid: str, is_valid: Callable[[float], bool], **numbers: Any) -> None:
+    for name, number in numbers.items():
+        if not is_number(number) or not is_valid(number):
+            raise ArgumentError(f"{name}={number!r} is not valid; give {valid}")
+
+
+def scale_or_default(scale: float | None, default: float) -> float:
+    """The factor of attention scores."""
+    if scale is None:
+        return default
+    check_number("a finite number, or None for 1/sqrt(head size)", lambda _: True, scale=scale)
+    return float(scale)
 
 
 def check_floating(**tensors: Tensor) -> None:
@@ -81,18 +92,24 @@ def check_floating(**tensors: Tensor) -> None:
             )
 
 
+def check_shape(valid: Sequence[int], why: str = "", **tensors: Tensor | None) -> None:
+    for name, tensor in not_none(**tensors).items():
+        if list(tensor.shape) != list(valid):
+            raise ArgumentError(f"{name} has shape {list(tensor.shape)}; valid: {list(valid)}{why}")
+
+
 def check_same_device(**tensors: Tensor | None) -> None:
-    if len({tensor.device for tensor in tensors.values() if tensor is not None}) > 1:
-        devices = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
-        given = ", ".join(f"{name} on {device}" for name, device in devices.items())
-        raise ArgumentError(f"all tensors must be on one device; given: {given}")
+    devices = {name: tensor.device for name, tensor in not_none(**tensors).items()}
+    if len(set(devices.values())) > 1:
+        found = ", ".join(f"{name} on {device}" for name, device in devices.items())
+        raise ArgumentError(f"all tensors must be on one device; given: {found}")
 
 
 def check_same_dtype(**tensors: Tensor | None) -> None:
-    if len({tensor.dtype for tensor in tensors.values() if tensor is not None}) > 1:
-        dtypes = {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
-        given = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
-        raise ArgumentError(f"all tensors must have one dtype (or run under autocast); given: {given}")
+    dtypes = {name: tensor.dtype for name, tensor in not_none(**tensors).items()}
+    if len(set(dtypes.values())) > 1:
+        found = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+        raise ArgumentError(f"all tensors must have one dtype (or run under autocast); given: {found}")
 
 
 def has_values(tensor: Tensor) -> bool:
@@ -345,6 +362,12 @@ def autocast_enabled(x: Tensor) -> bool:
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of sums: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def state_dtype(*tensors: Tensor | None) -> torch.dtype:
+    """The dtype of recurrent states: float64 if any input is; else float32."""
+    is_double = any(each is not None and each.dtype == torch.float64 for each in tensors)
+    return torch.float64 if is_double else torch.float32
 
 
 # Matrix products into existing memory ----------------------------------------------------------------

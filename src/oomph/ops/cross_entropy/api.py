@@ -163,7 +163,7 @@ def _run(
         target,
         n_classes,
         options,
-        dtype=torch.promote_types(dtype, torch.float32),
+        dtype=common.wide_dtype(dtype),
         triton=triton or (choice.impl == "plain" and x.device.type == "cuda" and choice.settings["kernels"]),
         first_class=0 if shard is None else shard.offset,
         last_class=None if shard is None else shard.offset + shard.size,
@@ -292,8 +292,7 @@ def check_arguments(
     flags = ("shift", "return_lse", "accumulate_into_grad", "check")
     common.check_flags(**{name: getattr(options, name) for name in flags})
     weights = {"class_weight": options.class_weight, "token_weight": options.token_weight}
-    common.check_floating(x=x, weight=weight)
-    common.check_floating_if_given(bias=bias, **weights)
+    common.check_floating(x=x, weight=weight, **common.not_none(bias=bias, **weights))
     if not isinstance(target, Tensor) or target.dtype not in (torch.int64, torch.int32):
         found = target.dtype if isinstance(target, Tensor) else type(target).__name__
         raise ArgumentError(f"target must be a tensor of class numbers (int64 or int32); given: {found}")
@@ -304,7 +303,13 @@ def check_arguments(
     for name, tensor in weights.items():
         if tensor is not None and tensor.requires_grad:
             raise ArgumentError(f"{name} requires a gradient, which is not computed; give {name}.detach()")
-    _check_numbers(options)
+    smoothing = {"label_smoothing": options.label_smoothing}
+    common.check_number("a number from 0 to 1", lambda number: 0 <= number <= 1, **smoothing)
+    common.check_number("0 or a positive number", lambda number: number >= 0, z_loss=options.z_loss)
+    softcap = common.not_none(softcap=options.softcap)
+    common.check_number("a positive number, or None", lambda number: number > 0, **softcap)
+    is_whole = {"ignore_index": options.ignore_index}
+    common.check_number("a whole number", lambda number: isinstance(number, Integral), **is_whole)
     if options.accumulate_into_grad and not weight.is_leaf:
         raise ArgumentError(
             "accumulate_into_grad=True needs a weight that owns its .grad (a parameter); "
@@ -332,30 +337,8 @@ def _check_shapes(
         )
     if options.shift and target.dim() < 1:
         raise ArgumentError("shift=True needs a sequence dimension: x [..., T, hidden size], target [..., T]")
-    for name, tensor, shape, what in (
-        ("bias", bias, (n_classes,), "class"),
-        ("class_weight", options.class_weight, (n_classes,), "class"),
-        ("token_weight", options.token_weight, target.shape, "target"),
-    ):
-        if tensor is not None and tensor.shape != shape:
-            raise ArgumentError(f"{name} must be {list(shape)}, one per {what}; given: {list(tensor.shape)}")
-
-
-def _check_numbers(options: CrossEntropyOptions) -> None:
-    is_number = common.is_number
-    smoothing, z_loss, softcap = options.label_smoothing, options.z_loss, options.softcap
-    for name, is_valid, valid in (
-        ("label_smoothing", is_number(smoothing) and 0.0 <= smoothing <= 1.0, "a number from 0 to 1"),
-        ("z_loss", is_number(z_loss) and z_loss >= 0, "0 or a positive number"),
-        ("softcap", softcap is None or (is_number(softcap) and softcap > 0), "a positive number, or None"),
-        (
-            "ignore_index",
-            isinstance(options.ignore_index, Integral) and is_number(options.ignore_index),
-            "a whole number",
-        ),
-    ):
-        if not is_valid:
-            raise ArgumentError(f"{name}={getattr(options, name)!r} is not valid; choose {valid}")
+    common.check_shape([n_classes], ", one per class", bias=bias, class_weight=options.class_weight)
+    common.check_shape(target.shape, ", one per target", token_weight=options.token_weight)
 
 
 def _check_values(target: Tensor, n_classes: int, options: CrossEntropyOptions) -> None:

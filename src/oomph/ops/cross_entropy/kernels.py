@@ -62,18 +62,11 @@ def _smooth_term(at, z, n_classes, class_weight, HAS_CLASS_WEIGHT: tl.constexpr)
 def _add_four_blocks(
     row,
     at,  # [BLOCK] classes of the first of the four
-    n_classes,
-    class_weight,
-    softcap,
-    top,
-    total,
-    smooth,
+    n_classes, class_weight, softcap, top, total, smooth,
     BLOCK: tl.constexpr,
     MASKED: tl.constexpr,  # some of the classes are beyond the last
-    SMOOTH: tl.constexpr,
-    HAS_CLASS_WEIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-):
+    SMOOTH: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
     """Four loads in flight at a time, which share the rescaling of the running sum."""
     z0 = _load_logits(row, at, n_classes, softcap, MASKED, HAS_SOFTCAP)
     z1 = _load_logits(row, at + BLOCK, n_classes, softcap, MASKED, HAS_SOFTCAP)
@@ -133,12 +126,9 @@ def softmax_rows(
     MERGE: tl.constexpr,  # the statistics hold those of other parts of the vocabulary already
     WRITE_GRADIENT: tl.constexpr,
     KEEP_TARGET: tl.constexpr,
-    SMOOTH: tl.constexpr,
-    HAS_CLASS_WEIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_GRAD_LSE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    SMOOTH: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_GRAD_LSE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One program per row: the log-sum-exp in one pass, the gradient in place in a second.
 
     A row of 150,000 bf16 logits is 300 KB, too long for registers, so it is read twice. The second pass
@@ -255,15 +245,10 @@ def prepare_rows(
     target_weight,  # [N] fp32, written where HAS_CLASS_WEIGHT
     size,  # N
     length,  # of a sequence, for SHIFT
-    ignore_index,
-    n_classes,
-    first_class,
-    SHIFT: tl.constexpr,
-    HAS_TOKEN_WEIGHT: tl.constexpr,
-    HAS_CLASS_WEIGHT: tl.constexpr,
-    MEAN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    ignore_index, n_classes, first_class,
+    SHIFT: tl.constexpr, HAS_TOKEN_WEIGHT: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
+    MEAN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """rows.make_token_rows in one launch. One program: N is small beside N x V, and the mean needs all."""
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -314,21 +299,15 @@ def clear_targets(gradient, row_stride, target, column, rows, n_classes, BLOCK: 
 
 @triton.jit
 def add_target_rows(
-    weight_gradient,  # [V, D]
-    weight_row,  # strides
-    weight_column,
-    x,  # [N, D]
-    x_row,
-    x_column,
+    weight_gradient, weight_row, weight_column,  # [V, D], and its strides
+    x, x_row, x_column,  # [N, D]
     target_gradient,  # [N] fp32
     target,  # [N], ascending
     order,  # [N]: the row each of these targets belongs to
     end,  # [N]: where the run of equal targets ends
-    valid,
-    n_classes,
-    hidden,
+    valid, n_classes, hidden,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """weight_gradient[v] += sum of target_gradient[n] * x[n] over the rows n whose target is v.
 
     The first program of each run of equal targets adds up the run, in fp32, and rounds once.

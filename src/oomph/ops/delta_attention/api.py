@@ -1,7 +1,7 @@
 """The public function `kda`: checks the arguments, chooses an implementation, runs it."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,18 +92,10 @@ def kda(
             return autograd.triton_kda(
                 a.inputs, a.initial_state, a.scale, ends, choice.settings["segment_tokens"]
             )
-        if choice.settings["mode"] == "sequential":
-            return _run_per_sequence(a, _run_sequential)
-        if choice.settings["mode"] == "scan":
-            return _run_per_sequence(a, _run_scan)
-        size = choice.settings["segment_tokens"]
-        if a.cu_seqlens is None:
+        if choice.settings["mode"] == "chunked" and a.cu_seqlens is None:
+            size = choice.settings["segment_tokens"]
             return chunked.chunked_kda(a.inputs, a.initial_state, a.state_dtype, a.scale, size)
-
-        def run(a: KDAArguments, inputs: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor]:
-            return chunked.chunked_kda(inputs, state, a.state_dtype, a.scale, size)
-
-        return _run_per_sequence(a, run)
+        return _run_per_sequence(a, choice)
 
 
 def precompute_updates(
@@ -117,7 +109,7 @@ def precompute_updates(
     """
     _check_tensors(v, beta, k=k, log_alpha=log_alpha)
     common.check_same_device(k=k, v=v, log_alpha=log_alpha, beta=beta)
-    common.check_whole_if_given(memory_chunk_size=memory_chunk_size)
+    common.check_whole(**common.not_none(memory_chunk_size=memory_chunk_size))
     return dense_updates(k, v, log_alpha, beta, memory_chunk_size)
 
 
@@ -145,7 +137,7 @@ class KDAArguments:
 
     @property
     def state_dtype(self) -> torch.dtype:
-        return torch.float64 if any(x.dtype == torch.float64 for x in self.inputs) else torch.float32
+        return common.state_dtype(*self.inputs)
 
     @property
     def tokens(self) -> int:
@@ -195,26 +187,19 @@ def _checked(
     cu_seqlens: Tensor | Sequence[int] | None,
 ) -> KDAArguments:
     _check_tensors(v, beta, q=q, k=k, log_alpha=log_alpha)
-    common.check_floating_if_given(initial_state=initial_state)
+    common.check_floating(**common.not_none(initial_state=initial_state))
     common.check_same_device(q=q, k=k, v=v, log_alpha=log_alpha, beta=beta, initial_state=initial_state)
     if common.autocast_enabled(q):
         q, k, v = (x.to(common.matmul_dtype(x)) for x in (q, k, v))
     common.check_same_dtype(q=q, k=k, v=v)
-    if scale is None:
-        scale = q.shape[3] ** -0.5
-    elif not common.is_number(scale):
-        raise ArgumentError(f"scale={scale!r} is not valid; choose a finite number, or None for dk**-0.5")
-    size = memory_chunk_size
-    common.check_whole_if_given(memory_chunk_size=size)
+    scale = common.scale_or_default(scale, q.shape[3] ** -0.5)
+    common.check_whole(**common.not_none(memory_chunk_size=memory_chunk_size))
     budget = common.parse_memory_budget(memory_budget)
-    if size is not None and budget is not None:
+    if memory_chunk_size is not None and budget is not None:
         raise ArgumentError("memory_chunk_size and memory_budget were both given; choose one of them")
     boundaries = _boundaries_tensor(cu_seqlens, q)
-    a = KDAArguments(q, k, v, log_alpha, beta, initial_state, float(scale), size, budget, boundaries)
-    if initial_state is not None and tuple(initial_state.shape) != a.state_shape:
-        raise ArgumentError(
-            f"initial_state has shape {list(initial_state.shape)}; valid: {list(a.state_shape)}"
-        )
+    a = KDAArguments(q, k, v, log_alpha, beta, initial_state, scale, memory_chunk_size, budget, boundaries)
+    common.check_shape(a.state_shape, initial_state=initial_state)
     if initial_state is not None and initial_state.dtype != a.state_dtype:
         raise ArgumentError(f"initial_state has dtype {initial_state.dtype}; valid here: {a.state_dtype}")
     _check_values(a)
@@ -227,19 +212,10 @@ def _check_tensors(v: Tensor, beta: Tensor, **keys: Tensor) -> None:
     for name, x in {**keys, "v": v}.items():
         if x.dim() != 4 or x.shape[3] < 1:
             raise ArgumentError(f"{name} has shape {list(x.shape)}; valid: [B, T, H, d] with d >= 1")
-    (first, shape), *_ = ((name, x.shape) for name, x in keys.items())
-    for name, x in keys.items():
-        if x.shape != shape:
-            raise ArgumentError(f"{name} has shape {list(x.shape)}; valid: that of {first}, {list(shape)}")
-    batch, tokens, heads = shape[:3]
-    if v.shape[:3] != shape[:3]:
-        raise ArgumentError(
-            f"v has shape {list(v.shape)}; valid: [{batch}, {tokens}, {heads}, dv] to match {first}"
-        )
-    if beta.shape != shape[:3]:
-        raise ArgumentError(
-            f"beta has shape {list(beta.shape)}; valid: {list(shape[:3])}, one per token and head"
-        )
+    first, *shape = next((name, *x.shape) for name, x in keys.items())
+    common.check_shape(shape, f", that of {first}", **keys)
+    common.check_shape([*shape[:3], v.shape[3]], f", to match {first}", v=v)
+    common.check_shape(shape[:3], ", one per token and head", beta=beta)
 
 
 def _boundaries_tensor(cu_seqlens: Tensor | Sequence[int] | None, q: Tensor) -> Tensor | None:
@@ -310,15 +286,15 @@ def _choose_implementation(a: KDAArguments, mode: str, impl: str) -> common.Choi
     if few is not None:
         return common.Choice("torch", few, {"mode": "sequential"})
     if kernels:
-        reason = common.ASKED_FOR if impl == "triton" else "kernels on the GPU"
-        return common.Choice(
-            "triton", reason, {"mode": "chunked", "segment_tokens": _triton_segment_tokens(a)}
-        )
-    if impl == "torch":
-        reason = common.ASKED_FOR
+        reason, size = "kernels on the GPU", _triton_segment_tokens(a)
     else:
         reason = f"no kernel ({obstacle or 'the interpreter is for tests'}): chunks in large products"
-    return common.Choice("torch", reason, {"mode": "chunked", "segment_tokens": _torch_segment_tokens(a)})
+        size = _torch_segment_tokens(a)
+    return common.Choice(
+        "triton" if kernels else "torch",
+        reason if impl == "auto" else common.ASKED_FOR,
+        {"mode": "chunked", "segment_tokens": size},
+    )
 
 
 def _why_sequential(a: KDAArguments, kernels: bool) -> str | None:
@@ -355,31 +331,29 @@ def _triton_segment_tokens(a: KDAArguments) -> int | None:
 
 # Run -------------------------------------------------------------------------------------------------
 
-RunSequence = Callable[[KDAArguments, tuple[Tensor, ...], Tensor], tuple[Tensor, Tensor]]
 
+def _run_per_sequence(a: KDAArguments, choice: common.Choice) -> tuple[Tensor, Tensor]:
+    """In plain torch, the whole batch at once, or each packed sequence in turn."""
+    lengths, state, mode = a.sequence_lengths(), a.initial_state_or_zeros(), choice.settings["mode"]
 
-def _run_sequential(a: KDAArguments, inputs: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor]:
-    wide = [x.to(state.dtype) for x in inputs]
-    o, final = kda_reference(*wide, initial_state=state, scale=a.scale)
-    return o.to(a.v.dtype), final
+    def run(inputs: Sequence[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
+        if mode == "scan":
+            return dense_scan(*inputs, state, a.scale, a.memory_chunk_size or 64)
+        if mode == "chunked":
+            size = choice.settings["segment_tokens"]
+            return chunked.chunked_kda(inputs, state, a.state_dtype, a.scale, size)
+        wide = [x.to(state.dtype) for x in inputs]
+        o, final = kda_reference(*wide, initial_state=state, scale=a.scale)
+        return o.to(a.v.dtype), final
 
-
-def _run_scan(a: KDAArguments, inputs: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor]:
-    size = a.memory_chunk_size or 64
-    return dense_scan(*inputs, initial_state=state, scale=a.scale, memory_chunk_size=size)
-
-
-def _run_per_sequence(a: KDAArguments, run: RunSequence) -> tuple[Tensor, Tensor]:
-    """The whole batch at once, or each packed sequence in turn."""
-    lengths, state = a.sequence_lengths(), a.initial_state_or_zeros()
     if lengths is None:
-        return run(a, a.inputs, state)
+        return run(a.inputs, state)
     outputs, finals = [], []
     # Split at once: the gradient of each slice by itself would be a tensor of the full size.
     parts = zip(*(x.split(lengths, 1) for x in a.inputs), strict=True)
     for part, own_state in zip(parts, state.split(1), strict=True):
         if part[0].shape[1]:
-            o, own_state = run(a, part, own_state)
+            o, own_state = run(part, own_state)
             outputs.append(o)
         finals.append(own_state)
     return torch.cat(outputs, 1), torch.cat(finals)

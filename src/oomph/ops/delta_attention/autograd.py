@@ -21,8 +21,8 @@ from oomph.ops.common import (
     Kernels,
     OpFunction,
     cdiv,
+    contiguous_rows,
     interpreted,
-    no_compile,
     power_of_two,
     refuse_second_derivatives,
 )
@@ -162,15 +162,100 @@ class KDALauncher:
         self.q, self.k, self.v, self.log_alpha, self.beta = self.inputs = tuple(inputs)
         self.initial_state, self.scale, self.sizes = initial_state, scale, sizes
         self.levels = CHUNK.bit_length() - 1
-        self._input_strides = [x.stride()[:3] for x in self.inputs]  # of batch, token and head
 
-    def allocate_forward(self, o: Tensor) -> None:
-        """u is stored in o: the recurrence reads a chunk's u before it stores the chunk's o."""
+    def forward(self, save: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """o, the final state, and the states between segments (with `save` all, else the last two)."""
+        sizes = self.sizes
+        o = self.v.new_empty(sizes.batch, sizes.tokens, sizes.heads, sizes.dv)
+        final = self._new_states(sizes.sequences)
+        if sizes.packed:
+            # No kernel stores the state of a sequence without tokens.
+            final.zero_() if self.initial_state is None else final.copy_(self.initial_state)
+        count = sizes.segments - 1 if save else min(2, sizes.segments - 1)
+        segment_states = self._new_states(count, sizes.batch) if count else None
         self._allocate_keys()
         self._allocate_chunks(with_inverse=False)
+        # u is stored in o: the recurrence reads a chunk's u before it stores the chunk's o.
         self.u, self.whole_values = o, True
+        for index in range(sizes.segments):
+            segment = sizes.segment_chunks(index)
+            self._prepare_chunks(segment)
+            before = final if segment_states is None else segment_states[(index - 1) % count]
+            after = final if segment_states is None else segment_states[index % count]
+            self._forward_states(segment, before, outputs=(o, after, final))
+        return o, final, segment_states
 
-    def allocate_backward(self, grads: Sequence[Tensor | None]) -> None:
+    def backward(
+        self,
+        segment_states: Tensor | None,
+        grad_o: Tensor | None,
+        grad_final: Tensor | None,
+        needs: tuple[bool, ...],
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of the inputs and of the initial state, where needed."""
+        sizes = self.sizes
+        if grad_o is None:
+            grad_o = self.v.new_zeros(sizes.batch, sizes.tokens, sizes.heads, sizes.dv)
+        grad_o = grad_o.contiguous()
+        grads = [
+            torch.empty_like(x, memory_format=torch.contiguous_format) if need else None
+            for x, need in zip(self.inputs[:4], needs[:4], strict=True)
+        ]
+        # Of beta, to be summed over dim 0: from the values, and from each slice of the keys.
+        beta_parts = None
+        if needs[4]:
+            shape = (1 + _key_slices(sizes.dk), *self.beta.shape)
+            beta_parts = self.beta.new_empty(shape, dtype=torch.float32)
+        grad_initial = self._new_states(sizes.sequences) if needs[5] else None
+        if grad_initial is not None and sizes.packed:
+            grad_initial.zero_() if grad_final is None else grad_initial.copy_(grad_final)
+        if grad_final is not None:
+            grad_final = grad_final.contiguous()
+        self._allocate_backward(grads)
+        grad_v_new = torch.empty_like(self.u)
+        # For every chunk of a segment, the state before it and the gradient of the state after it.
+        chunk_shape = sizes.batch * sizes.heads, sizes.segment, sizes.dk, sizes.dv
+        states, grad_states = self.k.new_empty(2, *chunk_shape).unbind()
+        # With one segment no state is carried, and the kernels do not read this argument.
+        carried = (self.decay,) * 2
+        if sizes.segments > 1:
+            carried = self._new_states(2 * sizes.batch).chunk(2)  # type: ignore[assignment]
+        for index in reversed(range(sizes.segments)):
+            segment = sizes.segment_chunks(index)
+            self._prepare_chunks(segment)
+            before = segment_states[index - 1] if segment_states is not None and index else self.decay
+            self._forward_states(segment, before, chunk_states=states)
+            # Two buffers in turn: with packed sequences, one program reads the carried gradient of a sequence
+            # where another stores that of the next.
+            self._launch_states(
+                "backward_states",
+                segment,
+                (
+                    self.w,
+                    self.kg,
+                    self.qg,
+                    self.Aqk,
+                    self.decay,
+                    grad_o,
+                    grad_v_new,
+                    grad_states,
+                    grad_initial,
+                ),
+                (carried[index % 2], carried[1 - index % 2], grad_final),
+                _BACKWARD_TILE,
+                self._cost(segment, state_products=3, value_products=1),
+                HAS_FINAL=grad_final is not None,
+                HAS_INITIAL=grad_initial is not None,
+            )
+            if any(needs[:5]):
+                self._backward_values(segment, grad_o, grad_v_new, grads[2], beta_parts)
+            if any(needs[index] for index in (0, 1, 3, 4)):
+                tensors = (grad_o, self.u, grad_v_new, states, grad_states)
+                self._backward_keys(segment, tensors, grads, beta_parts)
+        grad_beta = None if beta_parts is None else beta_parts.sum(0).to(self.beta.dtype)
+        return *grads, grad_beta, grad_initial
+
+    def _allocate_backward(self, grads: Sequence[Tensor | None]) -> None:
         """w, kg and qg are stored in the gradients: the kernels that compute these read none of them."""
         grad_q, grad_k, grad_v, grad_la = grads
         like_k = self.k.dtype, self.k.shape
@@ -196,52 +281,32 @@ class KDALauncher:
         self.decay = self.k.new_empty(*lead, 3, self.sizes.dk, dtype=torch.float32)
         self.bounded = self.k.new_empty(*lead, dtype=torch.int32)
 
-    def new_states(self, *lead: int) -> Tensor:
+    def _new_states(self, *lead: int) -> Tensor:
         sizes = self.sizes
         return self.k.new_empty(*lead, sizes.heads, sizes.dk, sizes.dv, dtype=torch.float32)
 
-    def new_chunk_states(self) -> tuple[Tensor, Tensor]:
-        """For every chunk of a segment, the state before it and the gradient of the state after it."""
-        sizes = self.sizes
-        shape = sizes.batch * sizes.heads, sizes.segment, sizes.dk, sizes.dv
-        before, after = self.k.new_empty(2, *shape).unbind()
-        return before, after
-
-    def new_beta_parts(self) -> Tensor:
-        """Parts of beta's gradient, to be summed over dim 0: of the values, and of each slice of the keys."""
-        return self.beta.new_empty((1 + _key_slices(self.sizes.dk), *self.beta.shape), dtype=torch.float32)
-
-    def prepare_chunks(self, segment: range) -> None:
+    def _prepare_chunks(self, segment: range) -> None:
         """What does not depend on the state, for all chunks of the segment."""
-        sizes = self.sizes
-        _KERNELS.launch(
+        self._launch_chunks(
             "prepare_chunks",
-            (len(segment) * sizes.batch * sizes.heads,),
-            *self.inputs,
-            self.w, self.kg, self.qg, self.u, self.Aqk, self.Akk_inv, self.decay,
-            self.bounded,
-            *sizes.tables[:2],
-            self.scale,
-            segment.start, len(segment), sizes.tokens, sizes.heads, *self._rows(),
-            *self._strides("01234"),
-            DK=sizes.dk,
-            BLOCK_K=min(_PREPARE_TILE.keys, power_of_two(sizes.dk, 16)),
-            LEVELS=self.levels,
-            PARTS=_parts(self.log_alpha.dtype),
+            segment,
+            (*self.inputs, self.w, self.kg, self.qg, self.u),
+            (self.Aqk, self.Akk_inv, self.decay, self.bounded),
+            (self.w.shape[1], self.u.shape[1], *self._strides("01234")),
+            _PREPARE_TILE,
+            self._cost(segment, key_products=3, value_products=1, inversion=True),
+            **self._key_block(_PREPARE_TILE),
             WHOLE_KEYS=self.whole_keys,
             STORE_INVERSE=self.Akk_inv is not None,
             LIMIT=_BOUNDED_LIMIT[self.k.dtype],
-            **self._value_block(_PREPARE_TILE),
-            **self._cost(segment, key_products=3, value_products=1, inversion=True),
-            **self._common(_PREPARE_TILE),
-        )  # fmt: skip
+        )
 
-    def forward_states(
+    def _forward_states(
         self,
         segment: range,
         before: Tensor,
         *,
-        outputs: tuple[Tensor, Tensor, Tensor] | None = None,
+        outputs: tuple[Tensor | None, ...] = (None, None, None),
         chunk_states: Tensor | None = None,
     ) -> None:
         """The state recurrence over the segment's chunks, from the state `before` it.
@@ -249,58 +314,20 @@ class KDALauncher:
         Forward passes `outputs`: o, the state after the segment, the final state. Backward passes
         `chunk_states`, which gets the state before every chunk, and u becomes v_new.
         """
-        sizes = self.sizes
-        o, after, final = (None, None, None) if outputs is None else outputs
-        _KERNELS.launch(
+        o, after, final = outputs
+        products = {"state_products": 2 + (o is not None), "value_products": int(o is not None)}
+        self._launch_states(
             "forward_states",
-            (self._state_programs(_FORWARD_TILE),),
-            self.w, self.kg, self.qg, self.u, self.Aqk, self.decay,
-            o, chunk_states, self.initial_state, before, after, final,
-            *sizes.tables,
-            segment.start, len(segment), sizes.chunks, sizes.tokens, sizes.heads, *self._rows(),
-            DK=sizes.dk,
-            BLOCK_K=power_of_two(sizes.dk, 16),
-            WHOLE_KEYS=self.whole_keys,
+            segment,
+            (self.w, self.kg, self.qg, self.u, self.Aqk, self.decay, o, chunk_states, self.initial_state),
+            (before, after, final),
+            _FORWARD_TILE,
+            self._cost(segment, **products),
             HAS_INITIAL=self.initial_state is not None,
             OUTPUT=o is not None,
-            **self._value_block(_FORWARD_TILE),
-            **self._cost(segment, state_products=2 + (o is not None), value_products=int(o is not None)),
-            **self._common(self._state_tile(_FORWARD_TILE)),
-        )  # fmt: skip
+        )
 
-    def backward_states(
-        self,
-        segment: range,
-        grad_o: Tensor,
-        grad_v_new: Tensor,
-        grad_states: Tensor,
-        grad_initial: Tensor | None,
-        carried: tuple[Tensor, Tensor],
-        grad_final: Tensor | None,
-    ) -> None:
-        """The recurrence of the state's gradient, from the segment's last chunk to its first.
-
-        carried: the gradients of the states before and after the segment.
-        """
-        sizes = self.sizes
-        _KERNELS.launch(
-            "backward_states",
-            (self._state_programs(_BACKWARD_TILE),),
-            self.w, self.kg, self.qg, self.Aqk, self.decay,
-            grad_o, grad_v_new, grad_states, grad_initial, *carried, grad_final,
-            *sizes.tables,
-            segment.start, len(segment), sizes.chunks, sizes.tokens, sizes.heads, *self._rows(),
-            DK=sizes.dk,
-            BLOCK_K=power_of_two(sizes.dk, 16),
-            WHOLE_KEYS=self.whole_keys,
-            HAS_FINAL=grad_final is not None,
-            HAS_INITIAL=grad_initial is not None,
-            **self._value_block(_BACKWARD_TILE),
-            **self._cost(segment, state_products=3, value_products=1),
-            **self._common(self._state_tile(_BACKWARD_TILE)),
-        )  # fmt: skip
-
-    def backward_values(
+    def _backward_values(
         self,
         segment: range,
         grad_o: Tensor,
@@ -308,31 +335,23 @@ class KDALauncher:
         grad_v: Tensor | None,
         beta_parts: Tensor | None,
     ) -> None:
-        """The gradient of v, and what backward_keys needs: grad_v_new, Aqk and Akk_inv are overwritten."""
-        sizes = self.sizes
-        _KERNELS.launch(
+        """The gradient of v, and what _backward_keys needs: grad_v_new, Aqk and Akk_inv are overwritten."""
+        self._launch_chunks(
             "intra_chunk_backward_values",
-            (len(segment) * sizes.batch * sizes.heads,),
-            self.v, self.beta,
-            grad_o, self.u, grad_v_new, self.Aqk, self.Akk_inv,
-            grad_v, beta_parts,
-            *sizes.tables[:2],
-            self.scale,
-            segment.start, len(segment), sizes.tokens, sizes.heads, self._rows()[1],
-            *self._strides("24"),
+            segment,
+            (self.v, self.beta, grad_o, self.u, grad_v_new, self.Aqk, self.Akk_inv),
+            (grad_v, beta_parts),
+            (self.u.shape[1], *self._strides("24")),
+            _VALUES_TILE,
+            self._cost(segment, value_products=3),
             GRAD_V=grad_v is not None,
             GRAD_BETA=beta_parts is not None,
-            **self._value_block(_VALUES_TILE),
-            **self._cost(segment, value_products=3),
-            **self._common(_VALUES_TILE),
-        )  # fmt: skip
+        )
 
-    def backward_keys(
+    def _backward_keys(
         self,
         segment: range,
-        grad_o: Tensor,
-        grad_v_new: Tensor,
-        chunk_states: tuple[Tensor, Tensor],
+        tensors: Sequence[Tensor],
         grads: Sequence[Tensor | None],
         beta_parts: Tensor | None,
     ) -> None:
@@ -340,22 +359,17 @@ class KDALauncher:
         sizes = self.sizes
         grad_q, grad_k, _, grad_la = grads
         for bounded in (True, False):
-            _KERNELS.launch(
+            cost = self._cost(segment, state_products=3, key_products=4)
+            self._launch_chunks(
                 "intra_chunk_backward_keys",
-                (len(segment) * sizes.batch * sizes.heads * _key_slices(sizes.dk),),
-                self.q, self.k, self.log_alpha, self.beta,
-                grad_o, self.u, grad_v_new,
-                *chunk_states, self.Aqk, self.Akk_inv, self.decay, self.bounded,
-                grad_q, grad_k, grad_la, beta_parts,
-                *sizes.tables[:2],
-                self.scale,
-                segment.start, len(segment), sizes.tokens, sizes.heads, self._rows()[1],
-                sizes.batch * sizes.tokens * sizes.heads,
-                *self._strides("0134"),
-                DK=sizes.dk,
-                BLOCK_K=min(_KEYS_TILE.keys, power_of_two(sizes.dk, 16)),
-                LEVELS=self.levels,
-                PARTS=_parts(self.log_alpha.dtype),
+                segment,
+                (self.q, self.k, self.log_alpha, self.beta, *tensors, self.Aqk, self.Akk_inv, self.decay),
+                (self.bounded, grad_q, grad_k, grad_la, beta_parts),
+                (self.u.shape[1], sizes.batch * sizes.tokens * sizes.heads, *self._strides("0134")),
+                _KEYS_TILE,
+                cost if bounded else {"passes": 0.0},  # other chunks are rare
+                slices=_key_slices(sizes.dk),
+                **self._key_block(_KEYS_TILE),
                 # Sums of gradients cancel: they keep twice the bits of the result, where possible.
                 GRADIENT_PARTS=_parts(self.k.dtype, extra=1),
                 GRAD_Q=grad_q is not None,
@@ -363,27 +377,70 @@ class KDALauncher:
                 GRAD_LA=grad_la is not None,
                 GRAD_BETA=beta_parts is not None,
                 BOUNDED=bounded,
-                **self._value_block(_KEYS_TILE),
-                # Other chunks are rare.
-                **(self._cost(segment, state_products=3, key_products=4) if bounded else {"passes": 0.0}),
-                **self._common(_KEYS_TILE),
-            )  # fmt: skip
+            )
 
-    def _state_programs(self, tile: KDATileSizes) -> int:
-        return (
-            self.sizes.sequences * self.sizes.heads * -(-self.sizes.dv // self._value_block(tile)["BLOCK_V"])
+    def _launch_chunks(
+        self,
+        name: str,
+        segment: range,
+        inputs: Sequence[Tensor | None],
+        results: Sequence[Tensor | None],
+        rows_and_strides: Sequence[int],
+        tile: KDATileSizes,
+        cost: dict[str, float],
+        slices: int = 1,
+        **constants: Any,
+    ) -> None:
+        """A program per chunk, head and slice of the key channels."""
+        sizes = self.sizes
+        _KERNELS.launch(
+            name,
+            (len(segment) * sizes.batch * sizes.heads * slices,),
+            *(*inputs, *results, *sizes.tables[:2], self.scale),
+            *(segment.start, len(segment), sizes.tokens, sizes.heads, *rows_and_strides),
+            **cost,
+            **constants,
+            **self._common(tile),
         )
 
-    def _state_tile(self, tile: KDATileSizes) -> KDATileSizes:
-        """Large states take more warps, and their tiles leave no room for a second stage."""
-        if self.sizes.dk > 128:
-            return KDATileSizes(tile.keys, tile.values, 8, 1)
-        if self.k.element_size() > 2:
-            return KDATileSizes(tile.keys, tile.values, tile.warps, 1)
-        return tile
+    def _launch_states(
+        self,
+        name: str,
+        segment: range,
+        inputs: Sequence[Tensor | None],
+        states: Sequence[Tensor | None],
+        tile: KDATileSizes,
+        cost: dict[str, float],
+        **constants: Any,
+    ) -> None:
+        """A program per sequence, head and slice of the value channels."""
+        sizes = self.sizes
+        if sizes.dk > 128:  # large states take more warps, and their tiles leave no room for a second stage
+            tile = KDATileSizes(tile.keys, tile.values, 8, 1)
+        elif self.k.element_size() > 2:
+            tile = KDATileSizes(tile.keys, tile.values, tile.warps, 1)
+        common = self._common(tile)
+        _KERNELS.launch(
+            name,
+            (sizes.sequences * sizes.heads * cdiv(sizes.dv, common["BLOCK_V"]),),
+            *(*inputs, *states, *sizes.tables),
+            *(segment.start, len(segment), sizes.chunks, sizes.tokens, sizes.heads),
+            *(self.w.shape[1], self.u.shape[1]),
+            DK=sizes.dk,
+            BLOCK_K=power_of_two(sizes.dk, 16),
+            WHOLE_KEYS=self.whole_keys,
+            **cost,
+            **constants,
+            **common,
+        )
 
-    def _value_block(self, tile: KDATileSizes) -> dict[str, int]:
-        return {"DV": self.sizes.dv, "BLOCK_V": min(tile.values, power_of_two(self.sizes.dv, 16))}
+    def _key_block(self, tile: KDATileSizes) -> dict[str, int]:
+        return {
+            "DK": self.sizes.dk,
+            "BLOCK_K": min(tile.keys, power_of_two(self.sizes.dk, 16)),
+            "LEVELS": self.levels,
+            "PARTS": _parts(self.log_alpha.dtype),
+        }
 
     def _cost(
         self,
@@ -405,6 +462,8 @@ class KDALauncher:
 
     def _common(self, tile: KDATileSizes) -> dict[str, Any]:
         return {
+            "DV": self.sizes.dv,
+            "BLOCK_V": min(tile.values, power_of_two(self.sizes.dv, 16)),
             "CHUNK": CHUNK,
             # Three products of 11-bit parts keep float32's precision; for 16-bit inputs only X is concerned.
             "PRECISION": "tf32x3" if self.k.dtype == torch.float32 else "tf32",
@@ -415,15 +474,12 @@ class KDALauncher:
         }
 
     def _strides(self, indices: str) -> list[int]:
-        """Of the inputs whose indices (0 for q) are listed."""
-        return [stride for index in indices for stride in self._input_strides[int(index)]]
-
-    def _rows(self) -> tuple[int, int]:
-        return self.w.shape[1], self.u.shape[1]
+        """Of batch, token and head, of the inputs whose indices (0 for q) are listed."""
+        return [stride for index in indices for stride in self.inputs[int(index)].stride()[:3]]
 
 
 def _key_slices(dk: int) -> int:
-    return -(-dk // min(_KEYS_TILE.keys, power_of_two(dk, 16)))
+    return cdiv(dk, min(_KEYS_TILE.keys, power_of_two(dk, 16)))
 
 
 def _parts(dtype: torch.dtype, extra: int = 0) -> int:
@@ -436,7 +492,6 @@ def _parts(dtype: torch.dtype, extra: int = 0) -> int:
 # The autograd function -------------------------------------------------------------------------------
 
 
-@no_compile
 def triton_kda(
     inputs: tuple[Tensor, ...],
     initial_state: Tensor | None,
@@ -450,10 +505,10 @@ def triton_kda(
     two kernels per segment, backward six. Scratch memory is allocated once and is that of one segment.
     """
     *first, beta = inputs
-    first = [x if x.stride(-1) == 1 else x.contiguous() for x in first]
     if initial_state is not None:
         initial_state = initial_state.contiguous()
-    o, final_state = _TritonKDA.apply(*first, beta, initial_state, scale, cu_seqlens, segment_tokens)
+    inputs = (*map(contiguous_rows, first), beta)
+    o, final_state = _TritonKDA.apply(*inputs, initial_state, scale, cu_seqlens, segment_tokens)
     return o, final_state
 
 
@@ -465,8 +520,8 @@ class _TritonKDA(OpFunction):
         *inputs, initial_state, scale, cu_seqlens, segment_tokens = arguments
         ctx.set_materialize_grads(False)
         sizes = kernel_sizes(inputs[0], inputs[2], cu_seqlens, segment_tokens)
-        kernels = KDALauncher(inputs, initial_state, scale, sizes)
-        o, final, segment_states = _triton_forward(kernels, save=any(ctx.needs_input_grad))
+        launcher = KDALauncher(inputs, initial_state, scale, sizes)
+        o, final, segment_states = launcher.forward(save=any(ctx.needs_input_grad))
         ctx.save_for_backward(*inputs, initial_state, segment_states)
         ctx.scale, ctx.sizes = scale, sizes
         return o, final
@@ -475,74 +530,5 @@ class _TritonKDA(OpFunction):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives("kda")
         *inputs, initial_state, segment_states = ctx.saved_tensors
-        kernels = KDALauncher(inputs, initial_state, ctx.scale, ctx.sizes)
-        grad_o, grad_final = grads
-        made = _triton_backward(kernels, segment_states, grad_o, grad_final, ctx.needs_input_grad[:6])
-        return *made, None, None, None
-
-
-def _triton_forward(kernels: KDALauncher, save: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """o, the final state, and the states between segments (with `save` all of them, else the last two)."""
-    sizes = kernels.sizes
-    o = kernels.v.new_empty(sizes.batch, sizes.tokens, sizes.heads, sizes.dv)
-    final = kernels.new_states(sizes.sequences)
-    if sizes.packed:
-        # No kernel stores the state of a sequence without tokens.
-        final.zero_() if kernels.initial_state is None else final.copy_(kernels.initial_state)
-    count = sizes.segments - 1 if save else min(2, sizes.segments - 1)
-    segment_states = kernels.new_states(count, sizes.batch) if count else None
-    kernels.allocate_forward(o)
-    for index in range(sizes.segments):
-        segment = sizes.segment_chunks(index)
-        kernels.prepare_chunks(segment)
-        before = final if segment_states is None else segment_states[(index - 1) % count]
-        after = final if segment_states is None else segment_states[index % count]
-        kernels.forward_states(segment, before, outputs=(o, after, final))
-    return o, final, segment_states
-
-
-def _triton_backward(
-    kernels: KDALauncher,
-    segment_states: Tensor | None,
-    grad_o: Tensor | None,
-    grad_final: Tensor | None,
-    needs: tuple[bool, ...],
-) -> tuple[Tensor | None, ...]:
-    sizes = kernels.sizes
-    if grad_o is None:
-        grad_o = kernels.v.new_zeros(sizes.batch, sizes.tokens, sizes.heads, sizes.dv)
-    grad_o = grad_o.contiguous()
-    grads = [
-        torch.empty_like(x, memory_format=torch.contiguous_format) if need else None
-        for x, need in zip(kernels.inputs[:4], needs[:4], strict=True)
-    ]
-    beta_parts = kernels.new_beta_parts() if needs[4] else None
-    grad_initial = kernels.new_states(sizes.sequences) if needs[5] else None
-    if grad_initial is not None and sizes.packed:
-        grad_initial.zero_() if grad_final is None else grad_initial.copy_(grad_final)
-    if grad_final is not None:
-        grad_final = grad_final.contiguous()
-    kernels.allocate_backward(grads)
-    grad_v_new = torch.empty_like(kernels.u)
-    states, grad_states = kernels.new_chunk_states()
-    # With one segment no state is carried, and the kernels do not read this argument.
-    carried = (kernels.decay,) * 2
-    if sizes.segments > 1:
-        carried = kernels.new_states(2 * sizes.batch).chunk(2)  # type: ignore[assignment]
-    for index in reversed(range(sizes.segments)):
-        segment = sizes.segment_chunks(index)
-        kernels.prepare_chunks(segment)
-        before = segment_states[index - 1] if segment_states is not None and index else kernels.decay
-        kernels.forward_states(segment, before, chunk_states=states)
-        # Two buffers in turn: with packed sequences, one program reads the carried gradient of a sequence
-        # where another stores that of the next.
-        before_and_after = carried[index % 2], carried[1 - index % 2]
-        kernels.backward_states(
-            segment, grad_o, grad_v_new, grad_states, grad_initial, before_and_after, grad_final
-        )
-        if any(needs[:5]):
-            kernels.backward_values(segment, grad_o, grad_v_new, grads[2], beta_parts)
-        if any(needs[index] for index in (0, 1, 3, 4)):
-            kernels.backward_keys(segment, grad_o, grad_v_new, (states, grad_states), grads, beta_parts)
-    grad_beta = None if beta_parts is None else beta_parts.sum(0).to(kernels.beta.dtype)
-    return *grads, grad_beta, grad_initial
+        launcher = KDALauncher(inputs, initial_state, ctx.scale, ctx.sizes)
+        return *launcher.backward(segment_states, *grads, ctx.needs_input_grad[:6]), None, None, None

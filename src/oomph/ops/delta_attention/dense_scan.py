@@ -8,13 +8,15 @@ cost, so predictions name its lines; mode="chunked" computes the same function.
 import torch
 from torch import Tensor
 
+from oomph.ops.common import state_dtype
+
 
 def dense_updates(
     k: Tensor, v: Tensor, log_alpha: Tensor, beta: Tensor, size: int | None
 ) -> tuple[Tensor, Tensor]:
     """(transitions, writes), `size` tokens at a time."""
     inputs = (k, v, log_alpha, beta)
-    dtype = torch.float64 if any(x.dtype == torch.float64 for x in inputs) else torch.float32
+    dtype = state_dtype(*inputs)
     step = max(1, k.shape[1]) if size is None else size
     transitions, writes = [], []
     for start in range(0, max(1, k.shape[1]), step):
@@ -37,7 +39,6 @@ def dense_scan(
     v: Tensor,
     log_alpha: Tensor,
     beta: Tensor,
-    *,
     initial_state: Tensor,
     scale: float,
     memory_chunk_size: int,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from oomph.errors import ArgumentError
 from oomph.ops import common
-from oomph.ops.mlp.autograd import TiledMLPConfig, mlp_in_tiles
+from oomph.ops.mlp.autograd import TiledMLP, TiledMLPConfig
 from oomph.ops.mlp.generic import checkpoint_in_tiles
 from oomph.ops.mlp.weights import MLPWeights, NotRecognised, mlp_reference, recognise
 from oomph.units import MiB, counted, format_bytes
@@ -128,20 +128,22 @@ def _run(
     _check_arguments(given, x, **options)
     # The instance (not its class) gets another forward for this call, so that its hooks run around all tiles.
     attributes, forward = vars(given), given.forward
-    own = {"forward": attributes["forward"]} if "forward" in attributes else {}
+    own = common.not_none(forward=attributes.get("forward"))
+
+    def put_back() -> None:
+        attributes.pop("forward", None)
+        attributes.update(own)
 
     def tiled_forward(x_given: Tensor) -> Tensor:
         # Inside the call: FSDP2 has gathered the parameters by now, and may have changed x's dtype.
-        del attributes["forward"]
-        attributes.update(own)
+        put_back()
         return _run_in_tiles(given, forward, x_given, parameters, options)
 
     attributes["forward"] = tiled_forward
     try:
         out: Tensor = given(x)
     finally:
-        attributes.pop("forward", None)
-        attributes.update(own)
+        put_back()
     return out
 
 
@@ -160,9 +162,9 @@ def _run_in_tiles(
     tile = choice.settings["tile"]
     if weights is None:
         return checkpoint_in_tiles(function, x, _parameters(given, parameters), tile)
-    use_triton = choice.impl == "triton"
-    config = TiledMLPConfig(weights.activation, tile, _product_dtype(x, weights), use_triton)
-    return mlp_in_tiles(weights, x, config)
+    config = TiledMLPConfig(weights.activation, tile, _product_dtype(x, weights), choice.impl == "triton")
+    out: Tensor = TiledMLP.apply(x, *weights.tensors, config)
+    return out
 
 
 def _weights_of(given: FunctionOrModule, impl: str) -> tuple[MLPWeights | None, str]:
@@ -269,7 +271,7 @@ def _check_arguments(
 def check_options(tile: int | None, memory_budget: str | int | None, impl: str) -> int | None:
     """The checks that need no x; returns the budget in bytes."""
     common.check_one_of("impl", impl, IMPLS)
-    common.check_whole_if_given(tile=tile)
+    common.check_whole(**common.not_none(tile=tile))
     if tile is not None and memory_budget is not None:
         raise ArgumentError("tile and memory_budget both set the size of a tile; give one of them")
     return common.parse_memory_budget(memory_budget)

@@ -23,7 +23,7 @@ from oomph.ops.common import (
     refuse_second_derivatives,
     wide_dtype,
 )
-from oomph.ops.mlp.weights import MLPWeights, activate
+from oomph.ops.mlp.weights import activate
 
 _KERNELS = Kernels("oomph.ops.mlp.kernels")
 _KERNEL_BLOCK = 1024
@@ -55,14 +55,9 @@ class _Tensors(NamedTuple):
     down_bias: Any
 
 
-def mlp_in_tiles(weights: MLPWeights, x: Tensor, config: TiledMLPConfig) -> Tensor:
-    """x [..., D] -> [..., O] in config.dtype, exact, differentiable in x and in every weight and bias."""
-    w = weights
-    out: Tensor = _TiledMLP.apply(x, w.up, w.down, w.gate, w.up_bias, w.gate_bias, w.down_bias, config)
-    return out
+class TiledMLP(OpFunction):
+    """x [..., D], the tensors of MLPWeights and a TiledMLPConfig -> [..., O] in the config's dtype."""
 
-
-class _TiledMLP(OpFunction):
     op = "tiled_mlp"
 
     @staticmethod

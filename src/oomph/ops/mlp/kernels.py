@@ -63,16 +63,9 @@ def activate(
 
 @triton.jit
 def differentiate(
-    gate_ptr,
-    up_ptr,
-    grad_ptr,
-    d_gate_ptr,
-    hidden_ptr,
-    count,
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    gate_ptr, up_ptr, grad_ptr, d_gate_ptr, hidden_ptr, count,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """From gate, up and grad = d hidden: d gate and hidden where they are to go, d up in place of grad."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count

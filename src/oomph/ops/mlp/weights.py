@@ -49,19 +49,11 @@ class MLPWeights:
             if named[name].dim() != 2:
                 raise ArgumentError(f"{name} has shape {tuple(named[name].shape)}; valid: a matrix [out, in]")
         hidden, out = self.up.shape[0], self.down.shape[0]
-        valid = {
-            "gate": tuple(self.up.shape),
-            "down": (out, hidden),
-            "up_bias": (hidden,),
-            "gate_bias": (hidden,),
-            "down_bias": (out,),
-        }
-        for name, shape in valid.items():
-            if name in named and tuple(named[name].shape) != shape:
-                given = tuple(named[name].shape)
-                raise ArgumentError(
-                    f"{name} has shape {given}; with up {tuple(self.up.shape)} it must be {shape}"
-                )
+        why = f", to match up {list(self.up.shape)}"
+        common.check_shape(self.up.shape, why, gate=self.gate)
+        common.check_shape((out, hidden), why, down=self.down)
+        common.check_shape((hidden,), why, up_bias=self.up_bias, gate_bias=self.gate_bias)
+        common.check_shape((out,), why, down_bias=self.down_bias)
         common.check_same_device(**named)
 
     @property
@@ -72,10 +64,14 @@ class MLPWeights:
         names = {"silu": " (SwiGLU)", "gelu": " (GEGLU)", "gelu_tanh": " (GEGLU)", "relu": " (ReGLU)"}
         return f"{self.activation} gated{names[self.activation]}"
 
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return (self.up, self.down, self.gate, self.up_bias, self.gate_bias, self.down_bias)
+
     def named(self) -> dict[str, Tensor]:
         """The tensors that are not None, by name."""
-        fields = ("up", "down", "gate", "up_bias", "gate_bias", "down_bias")
-        return {name: tensor for name in fields if (tensor := getattr(self, name)) is not None}
+        names = ("up", "down", "gate", "up_bias", "gate_bias", "down_bias")
+        return common.not_none(**dict(zip(names, self.tensors, strict=True)))
 
 
 def mlp_reference(weights: MLPWeights, x: Tensor) -> Tensor:

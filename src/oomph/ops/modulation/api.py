@@ -166,7 +166,7 @@ def _times_mod(x_Nr: Tensor, mod: Tensor, lead: torch.Size, dtype: torch.dtype) 
 
 
 def _modulation_gradient(u_Nr: Tensor, a_Nr: Tensor, mod: Tensor, lead: torch.Size) -> Tensor:
-    wide = torch.promote_types(torch.promote_types(u_Nr.dtype, mod.dtype), torch.float32)
+    wide = common.wide_dtype(torch.promote_types(u_Nr.dtype, mod.dtype))
     product = u_Nr.to(wide) * a_Nr
     return product.view(*lead, a_Nr.shape[1]).sum_to_size(mod.shape).to(mod.dtype)
 
@@ -219,7 +219,7 @@ def weight_delta_norm(A: Tensor, B: Tensor, mod: Tensor, *, squared: bool = Fals
     common.check_flags(squared=squared)
     common.check_floating(A=A, B=B, mod=mod)
     _check_factors(A, B, mod)
-    wide = torch.float64 if torch.float64 in (A.dtype, B.dtype, mod.dtype) else torch.float32
+    wide = common.state_dtype(A, B, mod)
     with common.no_autocast(mod):
         A, B, mod = A.to(wide), B.to(wide), mod.to(wide)
         gram_rr = (A.t() @ A) * (B @ B.t())
@@ -249,8 +249,7 @@ def _check_factors(A: Tensor, B: Tensor, mod: Tensor) -> None:
 def _check_arguments(
     h: Tensor, *, weight: Tensor | Int8Weight, A: Tensor, B: Tensor, mod: Tensor, bias: Tensor | None
 ) -> None:
-    common.check_floating(h=h, A=A, B=B, mod=mod)
-    common.check_floating_if_given(bias=bias)
+    common.check_floating(h=h, A=A, B=B, mod=mod, **common.not_none(bias=bias))
     stored = weight.values if isinstance(weight, Int8Weight) else weight
     if stored is weight and getattr(weight, "dtype", None) not in common.FLOATS:
         given = f"has dtype {weight.dtype}" if isinstance(weight, Tensor) else f"is a {type(weight).__name__}"
@@ -264,8 +263,7 @@ def _check_arguments(
             "fit together; valid: h [..., d], weight [d, f], A [d, r], B [r, f] (an nn.Linear's weight is "
             "[f, d]: give linear.weight.t())"
         )
-    if bias is not None and tuple(bias.shape) != (f,):
-        raise ArgumentError(f"bias has shape {list(bias.shape)}; valid: [{f}]")
+    common.check_shape([f], bias=bias)
     sizes = zip(reversed(mod.shape[:-1]), reversed(h.shape[:-1]), strict=False)
     if mod.dim() > h.dim() or not all(size in (1, wanted) for size, wanted in sizes):
         raise ArgumentError(

@@ -9,28 +9,12 @@ import torch
 from torch import Tensor
 
 from oomph.errors import ArgumentError
-from oomph.ops.common import (
-    Choice,
-    Kernels,
-    OpFunction,
-    check_flags,
-    check_floating,
-    check_one_of,
-    check_same_device,
-    check_same_dtype,
-    choose_triton_or_torch,
-    explained_by,
-    is_number,
-    log_choice,
-    opaque_op,
-    power_of_two,
-    why_not_triton,
-)
+from oomph.ops import common
 from oomph.ops.rotary_embedding.table import RotaryTable, check_positions, rotary_table
 from oomph.units import MiB
 
 IMPLS = ("auto", "reference", "chunked", "triton")
-_KERNELS = Kernels("oomph.ops.rotary_embedding.kernels")
+_KERNELS = common.Kernels("oomph.ops.rotary_embedding.kernels")
 _HEADS_PER_PROGRAM = 4  # a block of the table is read once for so many heads
 _PAIRS_PER_PROGRAM = 1024  # 8 for each of 128 threads
 _SLICE_BYTES = 2 * MiB  # of x in plain torch, as float32: fits a CPU's cache, and small beside any model
@@ -58,19 +42,19 @@ class _RotationOptions(NamedTuple):
     inverse: bool = False
 
 
-def _choose(q: Tensor, impl: str, **_: Any) -> Choice:
-    check_one_of("impl", impl, IMPLS)
-    check_floating(q=q)
-    return choose_triton_or_torch(
+def _choose(q: Tensor, impl: str, **_: Any) -> common.Choice:
+    common.check_one_of("impl", impl, IMPLS)
+    common.check_floating(q=q)
+    return common.choose_triton_or_torch(
         impl,
         q,
-        why_not_triton(q),
+        common.why_not_triton(q),
         kernels="on CUDA one kernel reads the input once and writes the output once",
         plain="plain torch, a slice of tokens at a time",
     )
 
 
-@explained_by(_choose)
+@common.explained_by(_choose)
 def rotary(
     q: Tensor,
     k: Tensor | None = None,
@@ -98,8 +82,8 @@ def rotary(
     the kernel, temporaries of a few MiB. Autocast changes nothing here. Under torch.compile the reference is
     traced, which the compiler fuses and whose autograd also saves cos and sin only.
     """
-    check_one_of("impl", impl, IMPLS)
-    check_flags(heads_first=heads_first)
+    common.check_one_of("impl", impl, IMPLS)
+    common.check_flags(heads_first=heads_first)
     _check_tensors(q, k, heads_first, turned_heads)
     dim = rotary_dim(q.shape[-1], fraction)
     table = _make_or_check_table(q, heads_first, positions, table, theta, dim)
@@ -108,12 +92,12 @@ def rotary(
     return rotate(table, options, q, k)
 
 
-@opaque_op  # the compiler does not trace an implementation that was asked for
+@common.opaque_op  # the compiler does not trace an implementation that was asked for
 def _rotate(
     table: RotaryTable, options: _RotationOptions, q: Tensor, k: Tensor | None = None
 ) -> Tensor | tuple[Tensor, ...]:
     """One autograd node each: where both gradients arrive together, the first is freed before the second."""
-    impl = log_choice("rotary", _choose(q, impl=options.impl)).impl
+    impl = common.log_choice("rotary", _choose(q, impl=options.impl)).impl
     if impl == "reference":
         return _rotate_traced(table, options, q, k)
     options = options._replace(impl=impl)
@@ -124,8 +108,8 @@ def _rotate(
 def _rotate_traced(
     table: RotaryTable, options: _RotationOptions, q: Tensor, k: Tensor | None = None
 ) -> Tensor | tuple[Tensor, ...]:
-    results = [_rotated(x, table.cos, table.sin, options) for x in ((q,) if k is None else (q, k))]
-    return results[0] if k is None else tuple(results)
+    rotated = [_rotated(x, table.cos, table.sin, options) for x in (q, k) if x is not None]
+    return rotated[0] if k is None else tuple(rotated)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, options: _RotationOptions) -> Tensor:
@@ -136,7 +120,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, options: _RotationOptions) -> 
     return rotated if options.heads is None else torch.cat((rotated, copied), head_dim)
 
 
-class _Rotation(OpFunction):
+class _Rotation(common.OpFunction):
     """Linear in x, so that backward needs the table and nothing of x; the gradient is the same function."""
 
     op = "rotary"
@@ -185,8 +169,8 @@ def _rotate_triton(x: Tensor, cos: Tensor, sin: Tensor, options: _RotationOption
         cos, sin = cos.contiguous(), sin.contiguous()
         table_strides = cos.stride()
     pairs = cos.shape[-1]
-    pairs_block = power_of_two(pairs)
-    token_block = max(1, min(_PAIRS_PER_PROGRAM // pairs_block, power_of_two(tokens)))
+    pairs_block = common.power_of_two(pairs)
+    token_block = max(1, min(_PAIRS_PER_PROGRAM // pairs_block, common.power_of_two(tokens)))
     token_blocks = -(-tokens // token_block)
     head_groups = -(-heads // _HEADS_PER_PROGRAM)
     copied = size - 2 * pairs
@@ -203,7 +187,7 @@ def _rotate_triton(x: Tensor, cos: Tensor, sin: Tensor, options: _RotationOption
         PAIRS=pairs,
         PAIRS_BLOCK=pairs_block,
         COPIED=copied,
-        COPIED_BLOCK=power_of_two(copied),
+        COPIED_BLOCK=common.power_of_two(copied),
         TOKENS=token_block,
         HEADS=_HEADS_PER_PROGRAM,
         COPIES_HEADS=options.heads is not None,
@@ -214,8 +198,7 @@ def _rotate_triton(x: Tensor, cos: Tensor, sin: Tensor, options: _RotationOption
 
 def rotary_dim(head_dim: int, fraction: float) -> int:
     """How many numbers of a head are rotated."""
-    if not is_number(fraction) or not 0 < fraction <= 1:
-        raise ArgumentError(f"fraction={fraction!r} is not valid; it is in (0, 1], e.g. 0.25")
+    common.check_number("a number in (0, 1], e.g. 0.25", lambda number: 0 < number <= 1, fraction=fraction)
     dim = int(head_dim * fraction + 1e-6)  # 0.3 of 80 is 23.999...
     if dim < 2 or dim % 2:
         raise ArgumentError(
@@ -229,14 +212,14 @@ def rotary_dim(head_dim: int, fraction: float) -> int:
 
 
 def _check_tensors(q: Tensor, k: Tensor | None, heads_first: bool, turned_heads: int | None) -> None:
-    for name, x in {"q": q}.items() if k is None else {"q": q, "k": k}.items():
-        check_floating(**{name: x})
+    for name, x in common.not_none(q=q, k=k).items():
+        common.check_floating(**{name: x})
         if x.dim() not in (3, 4):
             layout = "[B, H, T, D] or [H, T, D]" if heads_first else "[B, T, H, D] or [T, H, D]"
             raise ArgumentError(f"{name} has shape {list(x.shape)}; valid: {layout}")
     if k is not None:
-        check_same_device(q=q, k=k)
-        check_same_dtype(q=q, k=k)
+        common.check_same_device(q=q, k=k)
+        common.check_same_dtype(q=q, k=k)
         if _sizes(q, heads_first) != _sizes(k, heads_first):
             raise ArgumentError(
                 f"q has (B, T, D) = {_sizes(q, heads_first)} and k {_sizes(k, heads_first)}; only their "
@@ -246,8 +229,9 @@ def _check_tensors(q: Tensor, k: Tensor | None, heads_first: bool, turned_heads:
         return
     if k is not None:
         raise ArgumentError("turned_heads is for q alone, of which it takes a part; leave k out")
+    common.check_whole(turned_heads=turned_heads)
     heads = q.shape[-3 if heads_first else -2]
-    if isinstance(turned_heads, bool) or not isinstance(turned_heads, int) or not 0 < turned_heads <= heads:
+    if turned_heads > heads:
         raise ArgumentError(f"turned_heads={turned_heads!r} is not valid; q has heads 1 to {heads}")
 
 
@@ -262,37 +246,30 @@ def _make_or_check_table(
 ) -> RotaryTable:
     """The table as [T, P] or [B or 1, T, P]: the one given, or one for the positions."""
     batch, tokens, _ = _sizes(q, heads_first)
+    leading = ((tokens,), (1, tokens), (batch, tokens))
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    if table is not None:
-        if positions is not None:
-            raise ArgumentError("both positions and table were given; the table has its positions already")
-        _check_table(q, table, batch, tokens, dim, dtype)
-        return table
-    if positions is None:
-        positions = torch.arange(tokens, device=q.device)
-    check_positions(positions)
-    if tuple(positions.shape) not in ((tokens,), (1, tokens), (batch, tokens)):
-        raise ArgumentError(
-            f"positions has shape {list(positions.shape)}; valid for B={batch}, T={tokens}: "
-            f"[{tokens}] or [{batch}, {tokens}] (check heads_first)"
-        )
-    check_same_device(q=q, positions=positions)
-    return rotary_table(positions, dim, theta=theta, dtype=dtype)
-
-
-def _check_table(
-    q: Tensor, table: RotaryTable, batch: int, tokens: int, dim: int, dtype: torch.dtype
-) -> None:
+    if table is None:
+        positions = torch.arange(tokens, device=q.device) if positions is None else positions
+        check_positions(positions)
+        if tuple(positions.shape) not in leading:
+            raise ArgumentError(
+                f"positions has shape {list(positions.shape)}; valid for B={batch}, T={tokens}: "
+                f"[{tokens}] or [{batch}, {tokens}] (check heads_first)"
+            )
+        common.check_same_device(q=q, positions=positions)
+        return rotary_table(positions, dim, theta=theta, dtype=dtype)
+    if positions is not None:
+        raise ArgumentError("both positions and table were given; the table has its positions already")
     if not isinstance(table, RotaryTable):
         raise ArgumentError(
             f"table is a {type(table).__name__}, not a RotaryTable; make one with rotary_table"
         )
-    valid = ((tokens, dim // 2), (1, tokens, dim // 2), (batch, tokens, dim // 2))
     for name, part in (("cos", table.cos), ("sin", table.sin)):
-        if part.shape not in valid or part.shape != table.cos.shape:
+        if part.shape != table.cos.shape or part.shape not in [(*lead, dim // 2) for lead in leading]:
             raise ArgumentError(
                 f"table.{name} has shape {list(part.shape)}; valid for B={batch}, T={tokens} and {dim} "
-                f"rotated numbers: {list(valid[0])} or {list(valid[2])} (check fraction and heads_first)"
+                f"rotated numbers: {[tokens, dim // 2]} or {[batch, tokens, dim // 2]} (check fraction and "
+                "heads_first)"
             )
         if part.dtype != dtype:
             raise ArgumentError(
@@ -301,4 +278,5 @@ def _check_table(
             )
         if part.requires_grad:
             raise ArgumentError(f"table.{name} requires a gradient, which rotary does not compute; detach it")
-    check_same_device(q=q, table=table.cos, sin=table.sin)
+    common.check_same_device(q=q, table=table.cos, sin=table.sin)
+    return table

@@ -11,34 +11,19 @@ import triton.language as tl
 
 @triton.jit
 def rotate(
-    x,
-    out,
-    cos,
-    sin,
+    x, out, cos, sin,
     heads,
     rotated_heads,  # those after them are copied
     tokens,
-    x_batch,
-    x_head,
-    x_token,
-    x_last,
-    out_batch,
-    out_head,
-    out_token,
-    out_last,
-    table_batch,
-    table_token,
-    token_blocks,
-    head_groups,
-    PAIRS: tl.constexpr,  # pairs that are rotated, and that number rounded up to a power of two
-    PAIRS_BLOCK: tl.constexpr,
-    COPIED: tl.constexpr,  # numbers after the rotated ones, which are copied
-    COPIED_BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HEADS: tl.constexpr,
+    x_batch, x_head, x_token, x_last,
+    out_batch, out_head, out_token, out_last,
+    table_batch, table_token, token_blocks, head_groups,
+    PAIRS: tl.constexpr, PAIRS_BLOCK: tl.constexpr,  # that are rotated; rounded up to a power of two
+    COPIED: tl.constexpr, COPIED_BLOCK: tl.constexpr,  # numbers after the rotated ones, which are copied
+    TOKENS: tl.constexpr, HEADS: tl.constexpr,
     COPIES_HEADS: tl.constexpr,  # some heads are copied
     INVERSE: tl.constexpr,
-):
+):  # fmt: skip
     program = tl.program_id(0)
     group = program % head_groups
     block = program // head_groups

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from oomph.errors import ArgumentError
-from oomph.ops.common import check_one_of, is_number
+from oomph.ops.common import check_number, check_one_of
 from oomph.units import MiB
 
 # One slice's float64 angles; their cosine takes the same again, so a table needs 2 x 16 MiB beside itself.
@@ -69,8 +69,7 @@ def rotary_table(
 def check_frequencies(dim: int, theta: float) -> None:
     if isinstance(dim, bool) or not isinstance(dim, int) or dim % 2 or not 2 <= dim < 2**31:
         raise ArgumentError(f"dim={dim!r} is not valid; rotary rotates pairs, so dim is an even number >= 2")
-    if not is_number(theta) or not 1 < theta < math.inf:
-        raise ArgumentError(f"theta={theta!r} is not valid; give a number > 1, e.g. 10000.0")
+    check_number("a number > 1, e.g. 10000.0", lambda number: 1 < number < math.inf, theta=theta)
 
 
 def check_positions(positions: Tensor) -> None:

@@ -7,15 +7,15 @@ from torch import Tensor
 
 from oomph.errors import ArgumentError
 from oomph.ops import common
-from oomph.ops.common import ASKED_FOR, Choice, explained_by, log_choice, no_compile, opaque_op
+from oomph.ops.common import ASKED_FOR, Choice, explained_by, log_choice, opaque_op
 from oomph.ops.softmax_attention.arguments import (
     AttentionArguments,
     BiasFunction,
     BlockPattern,
     check_arguments,
 )
-from oomph.ops.softmax_attention.autograd import triton_attention, why_not_kernels
-from oomph.ops.softmax_attention.chunked import chunk_settings, chunked
+from oomph.ops.softmax_attention.autograd import TritonAttention, why_not_kernels
+from oomph.ops.softmax_attention.chunked import ChunkedAttention, chunk_sizes
 from oomph.ops.softmax_attention.reference import reference
 from oomph.ops.softmax_attention.sdpa import BACKENDS, sdpa, usable_backends
 
@@ -73,9 +73,9 @@ def attention(
 
 
 def _is_traceable(impl: str, **given: Any) -> bool:
-    if impl not in ("auto", "sdpa", *BACKENDS):
-        return impl == "reference"
-    return bool(usable_backends(check_arguments(**given))[0])
+    if impl in ("auto", "sdpa", *BACKENDS):
+        return bool(usable_backends(check_arguments(**given))[0])
+    return impl == "reference"
 
 
 def _attention_traced(**given: Any) -> Tensor:
@@ -85,11 +85,14 @@ def _attention_traced(**given: Any) -> Tensor:
         bias = a.bias if a.bias_function is None else a.bias_function
         options: dict[str, Any] = {"causal": a.causal, "bias": bias, "pattern": a.pattern, "scale": a.scale}
         return reference(a.q, a.k, a.v, key_mask_BK=a.key_mask, **options)
+    out: Tensor
     if choice.impl == "chunked":
-        return chunked(a)
-    if choice.impl == "triton":
-        return triton_attention(a)
-    return sdpa(a, choice.impl)
+        out = ChunkedAttention.apply(a, a.q, a.k, a.v, a.bias, *a.bias_tensors)
+    elif choice.impl == "triton":
+        out = TritonAttention.apply(a, a.q, a.k, a.v)
+    else:
+        out = sdpa(a, choice.impl)
+    return out
 
 
 _attention = opaque_op(_attention_traced)
@@ -99,7 +102,7 @@ def _choose(a: AttentionArguments, impl: str) -> Choice:
     if impl == "reference":
         return Choice("reference", ASKED_FOR)
     if impl == "chunked":
-        return Choice("chunked", ASKED_FOR, chunk_settings(a))
+        return Choice("chunked", ASKED_FOR, chunk_sizes(a)._asdict())
     backends, refused = usable_backends(a)
     if impl in ("sdpa", *BACKENDS):
         usable = backends if impl == "sdpa" else [name for name in backends if name == impl]
@@ -108,11 +111,6 @@ def _choose(a: AttentionArguments, impl: str) -> Choice:
         return Choice(usable[0], ASKED_FOR)
     if impl == "auto" and backends:
         return Choice(backends[0], refused or "first of PyTorch's fused kernels on this GPU")
-    return _choose_without_sdpa(a, impl, refused)
-
-
-@no_compile
-def _choose_without_sdpa(a: AttentionArguments, impl: str, refused: str) -> Choice:
     no_kernels = why_not_kernels(a)
     if impl == "triton":
         if no_kernels is not None:
@@ -122,4 +120,4 @@ def _choose_without_sdpa(a: AttentionArguments, impl: str, refused: str) -> Choi
         return Choice("triton", f"no fused kernel ({refused})")
     no_kernels = no_kernels or "the interpreter is for tests"
     reason = f"no fused kernel ({refused}), no kernel of ours ({no_kernels})"
-    return Choice("chunked", reason, chunk_settings(a))
+    return Choice("chunked", reason, chunk_sizes(a)._asdict())

@@ -85,20 +85,6 @@ def locality_bias(t: Tensor, s: Tensor, strength: float = 10.0) -> LocalityBias:
     return LocalityBias(t, s, float(strength))
 
 
-def declared_tensors(bias: BiasFunction) -> Sequence[Tensor]:
-    """The tensors that a bias function lists as read."""
-    return tuple(getattr(bias, "tensors", ()))
-
-
-def has_undeclared_gradient(bias: BiasFunction, device: torch.device) -> bool:
-    """Whether a function without `tensors` depends on a tensor that requires a gradient."""
-    if hasattr(bias, "tensors") or not torch.is_grad_enabled():
-        return False
-    index = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=device)
-    value = bias(index, index, index, index)
-    return isinstance(value, Tensor) and value.requires_grad
-
-
 # Block patterns --------------------------------------------------------------------------------------
 
 PATTERN_KINDS = ("local", "global", "mixed")
@@ -123,8 +109,8 @@ class BlockPattern:
 
     def __post_init__(self) -> None:
         common.check_one_of("kind", self.kind, PATTERN_KINDS)
-        for name, smallest in (("block", 1), ("window", 0), ("stride", 1)):
-            common.check_whole(smallest, **{name: getattr(self, name)})
+        common.check_whole(block=self.block, stride=self.stride)
+        common.check_whole(0, window=self.window)
 
     def key_blocks(self, query_block: int, total: int, causal: bool = False) -> list[int]:
         """The blocks, out of `total`, that query block `query_block` attends to, in increasing order."""
@@ -198,7 +184,8 @@ class AttentionArguments:
 
     @property
     def bias_tensors(self) -> Sequence[Tensor]:
-        return () if self.bias_function is None else declared_tensors(self.bias_function)
+        """Those that a bias function lists as read."""
+        return tuple(getattr(self.bias_function, "tensors", ()))
 
     @property
     def bias_needs_grad(self) -> bool:
@@ -231,8 +218,7 @@ def check_arguments(
     q, k, v = _autocast(q, k, v)
     common.check_same_dtype(q=q, k=k, v=v)
     tensor_bias = bias if isinstance(bias, Tensor) else None
-    if tensor_bias is not None:
-        common.check_floating(bias=tensor_bias)
+    common.check_floating(**common.not_none(bias=tensor_bias))
     if key_mask is not None and not isinstance(key_mask, Tensor):
         raise ArgumentError(f"key_mask is a {type(key_mask).__name__}, not a tensor")
     common.check_same_device(q=q, k=k, v=v, bias=tensor_bias, key_mask=key_mask)
@@ -252,10 +238,10 @@ def check_arguments(
         v,
         bool(causal),
         None if tensor_bias is None else _broadcast_bias(tensor_bias, q, k),
-        None if bias is None or isinstance(bias, Tensor) else _check_function(bias, q, k),
+        None if bias is tensor_bias else _check_function(bias, q, k),
         pattern,
         key_mask,
-        _check_scale(scale, q),
+        common.scale_or_default(scale, 1.0 / math.sqrt(q.shape[3])),
         common.parse_memory_budget(memory_budget),
     )
 
@@ -305,19 +291,15 @@ def _check_function(bias: object, q: Tensor, k: Tensor) -> BiasFunction:
     check_shape = getattr(function, "check_shape", None)
     if check_shape is not None:
         check_shape(q.shape[0], q.shape[2], k.shape[2])
-    tensors = declared_tensors(function)
-    common.check_same_device(q=q, **{f"bias.tensors[{i}]": tensor for i, tensor in enumerate(tensors)})
-    if 0 not in (q.numel(), k.numel()) and has_undeclared_gradient(function, q.device):
+    tensors = getattr(function, "tensors", None)
+    common.check_same_device(q=q, **{f"bias.tensors[{i}]": each for i, each in enumerate(tensors or ())})
+    if tensors is not None or not torch.is_grad_enabled() or 0 in (q.numel(), k.numel()):
+        return function
+    index = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=q.device)
+    value = function(index, index, index, index)
+    if isinstance(value, Tensor) and value.requires_grad:
         raise ArgumentError(
             "the bias function reads a tensor that requires a gradient and does not list it; "
             "give it an attribute `tensors`, or detach what it reads"
         )
     return function
-
-
-def _check_scale(scale: float | None, q: Tensor) -> float:
-    if scale is None:
-        return 1.0 / math.sqrt(q.shape[3])
-    if not common.is_number(scale):
-        raise ArgumentError(f"scale={scale!r} is not valid; a finite number, or None for 1/sqrt(head size)")
-    return float(scale)

@@ -15,7 +15,6 @@ from oomph.ops.common import (
     OpFunction,
     TileConfig,
     contiguous_rows,
-    no_compile,
     power_of_two,
     refuse_second_derivatives,
     strided,
@@ -109,13 +108,7 @@ def _why_not_bias(bias: BiasFunction, needs_grad: bool) -> str | None:
     return None
 
 
-@no_compile
-def triton_attention(a: AttentionArguments) -> Tensor:
-    out: Tensor = _TritonAttention.apply(a, a.q, a.k, a.v)  # type: ignore[no-untyped-call]
-    return out
-
-
-class _TritonAttention(OpFunction):
+class TritonAttention(OpFunction):
     op = "attention"
 
     @staticmethod

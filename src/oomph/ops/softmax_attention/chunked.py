@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from oomph.ops.common import OpFunction, no_autocast, no_compile, refuse_second_derivatives
+from oomph.ops.common import OpFunction, no_autocast, refuse_second_derivatives
 from oomph.ops.softmax_attention.arguments import AttentionArguments
 from oomph.units import MiB
 
@@ -29,20 +29,7 @@ _SCORE_BUFFERS = 3  # scores and weights (or weights and their gradient), and th
 _FUNCTION_BUFFERS = 3  # temporaries of a bias function
 
 
-@no_compile
-def chunked(a: AttentionArguments) -> Tensor:
-    tensors = (a.q, a.k, a.v, a.bias, *a.bias_tensors)
-    out: Tensor = _ChunkedAttention.apply(a, *tensors)  # type: ignore[no-untyped-call]
-    return out
-
-
-def chunk_settings(a: AttentionArguments) -> dict[str, int]:
-    """The sizes of a chunk, for `explain`."""
-    sizes = _chunk_sizes(a)
-    return {"batch": sizes.batch, "key_value_heads": sizes.heads, "queries": sizes.queries}
-
-
-class _ChunkedAttention(OpFunction):
+class ChunkedAttention(OpFunction):
     op = "attention"
 
     @staticmethod
@@ -66,11 +53,11 @@ class _ChunkedAttention(OpFunction):
 # Chunks ----------------------------------------------------------------------------------------------
 
 
-class _ChunkSizes(NamedTuple):
+class ChunkSizes(NamedTuple):
     """Batch entries x key/value heads (with all their query heads) x queries."""
 
     batch: int
-    heads: int
+    key_value_heads: int
     queries: int
 
 
@@ -114,7 +101,7 @@ class _QueryChunk:
         return torch.arange(self.first, self.last, device=device) if self.index is None else self.index
 
 
-def _chunk_sizes(a: AttentionArguments) -> _ChunkSizes:
+def chunk_sizes(a: AttentionArguments) -> ChunkSizes:
     """Chunks whose temporaries stay within the budget, but never less than one query of one head."""
     on_cpu = a.q.device.type == "cpu"
     budget = a.memory_budget or (_CPU_BUDGET if on_cpu else _GPU_BUDGET)
@@ -129,7 +116,7 @@ def _chunk_sizes(a: AttentionArguments) -> _ChunkSizes:
     heads_and_batch = max(1, scores // (per_query * queries))
     heads = min(heads_and_batch, a.k.shape[1])
     batch = max(1, min(heads_and_batch // a.k.shape[1], a.k.shape[0]))
-    return _ChunkSizes(batch, heads, queries)
+    return ChunkSizes(batch, heads, queries)
 
 
 def _most_keys(a: AttentionArguments) -> int:
@@ -141,43 +128,29 @@ def _most_keys(a: AttentionArguments) -> int:
     return min(a.keys, max(counts, default=0) * size)
 
 
-def _query_chunks(a: AttentionArguments, queries: int) -> list[_QueryChunk]:
-    if a.pattern is not None:
-        return list(_pattern_chunks(a, queries))
-    chunks = []
-    for start in range(0, a.queries, queries):
-        stop = min(start + queries, a.queries)
-        if a.masks_future:
-            last = max(0, stop + a.offset)  # the last query attends to its own position
-            causal_from = max(0, min(last, start + a.offset + 1))
-            chunks.append(_QueryChunk(start, stop, 0, last, None, causal_from))
-        else:
-            chunks.append(_QueryChunk(start, stop, 0, a.keys, None, None))
-    return chunks
-
-
-def _pattern_chunks(a: AttentionArguments, queries: int) -> Iterator[_QueryChunk]:
-    assert a.pattern is not None
-    size, total = a.pattern.block, -(-a.keys // a.pattern.block)
-    all_keys = torch.arange(a.keys, device=a.q.device)
-    start = 0
+def _query_chunks(a: AttentionArguments) -> Iterator[_QueryChunk]:
+    """Those that attend to any key."""
+    queries, start = chunk_sizes(a).queries, 0
+    all_keys = None if a.pattern is None else torch.arange(a.keys, device=a.q.device)
     while start < a.queries:
-        position = start + a.offset
-        query_block = position // size
-        # Within one block of positions, so that all queries of the chunk attend to the same blocks of keys.
-        stop = min(a.queries, start + queries, (query_block + 1) * size - a.offset)
-        blocks = a.pattern.key_blocks(query_block, total, a.masks_future)
-        causal_from = None
-        if a.masks_future:
-            causal_from = sum(min(size, max(0, position + 1 - block * size)) for block in blocks)
-        if not blocks:
-            yield _QueryChunk(start, stop, 0, 0, None, None)
-        elif blocks[-1] - blocks[0] + 1 == len(blocks):
-            first, last = blocks[0] * size, min(a.keys, (blocks[-1] + 1) * size)
-            yield _QueryChunk(start, stop, first, last, None, causal_from)
+        position, stop = start + a.offset, min(start + queries, a.queries)
+        if all_keys is None or a.pattern is None:
+            # A causal chunk's last query attends to its own position.
+            last = max(0, stop + a.offset) if a.masks_future else a.keys
+            chunk = _QueryChunk(start, stop, 0, last, None, max(0, min(last, position + 1)))
         else:
-            index = torch.cat([all_keys[block * size : (block + 1) * size] for block in blocks])
-            yield _QueryChunk(start, stop, 0, 0, index, causal_from)
+            size = a.pattern.block
+            # Within one block of positions, so that all its queries attend to the same blocks of keys.
+            stop = min(stop, (position // size + 1) * size - a.offset)
+            blocks = a.pattern.key_blocks(position // size, -(-a.keys // size), a.masks_future)
+            causal_from = sum(min(size, max(0, position + 1 - block * size)) for block in blocks)
+            first, last = (blocks[0] * size, min(a.keys, (blocks[-1] + 1) * size)) if blocks else (0, 0)
+            index = None
+            if blocks and blocks[-1] - blocks[0] + 1 != len(blocks):
+                index = torch.cat([all_keys[block * size : (block + 1) * size] for block in blocks])
+            chunk = _QueryChunk(start, stop, first, last, index, causal_from)
+        if chunk.keys:
+            yield chunk if a.masks_future else replace(chunk, causal_from=None)
         start = stop
 
 
@@ -252,10 +225,10 @@ class _HeadSlice:
 
 
 def _head_slices(a: AttentionArguments) -> Iterator[_HeadSlice]:
-    sizes = _chunk_sizes(a)
+    sizes = chunk_sizes(a)
     for b in range(0, a.k.shape[0], sizes.batch):
-        for g in range(0, a.k.shape[1], sizes.heads):
-            batch, heads = min(b + sizes.batch, a.k.shape[0]), min(g + sizes.heads, a.k.shape[1])
+        for g in range(0, a.k.shape[1], sizes.key_value_heads):
+            batch, heads = min(b + sizes.batch, a.k.shape[0]), min(g + sizes.key_value_heads, a.k.shape[1])
             yield _HeadSlice(slice(b, batch), slice(g, heads), a.group)
 
 
@@ -273,8 +246,8 @@ class _ScoreBuffers:
 
     def __init__(self, a: AttentionArguments, chunks: list[_QueryChunk]) -> None:
         self.a = a
-        sizes = _chunk_sizes(a)
-        rows = sizes.batch * sizes.heads * a.group
+        sizes = chunk_sizes(a)
+        rows = sizes.batch * sizes.key_value_heads * a.group
         largest = rows * max((chunk.keys * (chunk.stop - chunk.start) for chunk in chunks), default=0)
         self.dtype = _compute_dtype(a)
         self._scores, self._weights = (a.q.new_empty(largest, dtype=self.dtype) for _ in range(2))
@@ -321,7 +294,7 @@ def _forward(a: AttentionArguments) -> Tensor:
     if 0 in (out.numel(), a.keys):
         return out
     dtype = _factor_dtype(a)
-    chunks = [chunk for chunk in _query_chunks(a, _chunk_sizes(a).queries) if chunk.keys]
+    chunks = list(_query_chunks(a))
     buffers = _ScoreBuffers(a, chunks)
     for heads in _head_slices(a):
         k_ZKD, v_ZKE = heads.matrices(a.k, dtype), heads.matrices(a.v, dtype)
@@ -341,7 +314,7 @@ def _backward(a: AttentionArguments, grad_out: Tensor, wanted: tuple[bool, ...])
     if 0 in (grad_out.numel(), a.keys):
         return grad_q, grad_k, grad_v, *bias_gradients.result()
     dtype = _factor_dtype(a)
-    chunks = [chunk for chunk in _query_chunks(a, _chunk_sizes(a).queries) if chunk.keys]
+    chunks = list(_query_chunks(a))
     buffers = _ScoreBuffers(a, chunks)
     for heads in _head_slices(a):
         k_ZKD, v_ZKE = heads.matrices(a.k, dtype), heads.matrices(a.v, dtype)

@@ -78,24 +78,17 @@ def nsa(
     ck, cv = compress_keys_and_values(k, v, compress, config)
     if q.numel() == 0:
         return common.depend_on(q, k, v, *gates)
+    out: Tensor
     with common.no_autocast(q):
         if choice.impl == "reference":
-            return reference(q, k, v, gates, ck, cv, config)
-        return _run(choice.impl, (q, k, v, ck, cv, *gates), config)
-
-
-@common.no_compile
-def _run(impl: str, tensors: tuple[Tensor, ...], config: NSAConfig) -> Tensor:
-    out: Tensor
-    if impl == "triton":
-        # Read here, because inside an autograd function gradients are always disabled.
-        out = SparseAttention.apply(config, torch.is_grad_enabled(), *tensors)  # type: ignore[no-untyped-call]
-    else:
-        out = ChunkedSparseAttention.apply(config, *tensors)  # type: ignore[no-untyped-call]
+            out = reference(q, k, v, gates, ck, cv, config)
+        elif choice.impl == "chunked":
+            out = ChunkedSparseAttention.apply(config, q, k, v, ck, cv, *gates)
+        else:  # whether gradients are enabled is read here: inside an autograd function they never are
+            out = SparseAttention.apply(config, torch.is_grad_enabled(), q, k, v, ck, cv, *gates)
     return out
 
 
-@common.no_compile
 def _choose(q: Tensor, k: Tensor, config: NSAConfig, impl: str) -> common.Choice:
     obstacle = why_not_kernels(q, k, common.matmul_dtype(q), config)
     choice = common.choose_triton_or_torch(impl, q, obstacle, kernels="our kernels")

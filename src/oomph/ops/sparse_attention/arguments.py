@@ -47,12 +47,9 @@ class NSAConfig:
     @staticmethod
     def create(head_dim: int, *, scale: float | None = None, **sizes: int) -> "NSAConfig":
         """`scale` defaults to 1/sqrt(head_dim)."""
-        if scale is None:
-            scale = 1.0 / math.sqrt(head_dim)
-        elif not common.is_number(scale) or scale <= 0:
-            valid = "a finite number above 0, or None for 1/sqrt(head size)"
-            raise ArgumentError(f"scale={scale!r} is not valid; {valid}")
-        return NSAConfig(**sizes, scale=float(scale))
+        scale = common.scale_or_default(scale, 1.0 / math.sqrt(head_dim))
+        common.check_number("a number > 0", lambda number: number > 0, scale=scale)
+        return NSAConfig(**sizes, scale=scale)
 
     def compressed_blocks(self, tokens: int) -> int:
         """Compressed blocks that lie entirely in the sequence."""
@@ -93,9 +90,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> None:
         raise ArgumentError(f"q and k must have one head size, at least 1; {given}; {valid}")
     if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
         raise ArgumentError(f"query heads are not a multiple of key/value heads; {given}; {valid}")
-    for name, gate in named.items():
-        if gate.shape != q.shape[:3]:
-            raise ArgumentError(f"{name} has shape {list(gate.shape)}; valid: {list(q.shape[:3])}")
+    common.check_shape(q.shape[:3], **named)
     if len({matmul_dtype(x) for x in (q, k, v)}) > 1:
         common.check_same_dtype(q=q, k=k, v=v)
 

@@ -1,44 +1,44 @@
-"""selective_scan: the public function, and the choice of an implementation."""
+"""selective_scan: the public function, its checks, and the choice of an implementation."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from oomph.ops.common import (
-    Choice,
-    choose_triton_or_torch,
-    explained_by,
-    log_choice,
-    no_autocast,
-    opaque_op,
-    why_not_triton,
-)
+from oomph.errors import ArgumentError
+from oomph.ops import common
 from oomph.ops.state_space import reference
-from oomph.ops.state_space.arguments import ScanArguments, ScanOptions
 from oomph.ops.state_space.autograd import SelectiveScan, round_up_chunk, why_not_kernels
+from oomph.ops.state_space.chunked import Scan, ScanInputs
+
+DIRECTIONS = ("forward", "backward", "both")
+IMPLS = ("auto", "reference", "chunked", "triton")
 
 
-def _choose(a: ScanArguments) -> Choice:
-    a.check()
-    n = a.A.shape[-1]
-    choice = choose_triton_or_torch(
-        a.impl,
-        a.x,
-        why_not_triton(a.x) or why_not_kernels(n, a.state_dtype),
+def _choose(
+    impl: str, direction: str, delta_softplus: bool, chunk_size: int | None, **tensors: Any
+) -> common.Choice:
+    common.check_one_of("impl", impl, IMPLS)
+    common.check_one_of("direction", direction, DIRECTIONS)
+    common.check_flags(delta_softplus=delta_softplus)
+    common.check_whole(**common.not_none(chunk_size=chunk_size))
+    _check_tensors(direction, **tensors)
+    n = tensors["A"].shape[-1]
+    choice = common.choose_triton_or_torch(
+        impl,
+        tensors["x"],
+        common.why_not_triton(tensors["x"]) or why_not_kernels(n, common.state_dtype(*tensors.values())),
         kernels="one kernel per pass, with the states in registers",
     )
     if choice.impl == "reference":
         return choice
-    chunk = a.chunk_size or max(64, 4 * n)  # large states are saved less often
-    return replace(
-        choice, settings={"chunk_size": round_up_chunk(chunk) if choice.impl == "triton" else chunk}
-    )
+    chunk = chunk_size or max(64, 4 * n)  # large states are saved less often
+    settings = {"chunk_size": round_up_chunk(chunk) if choice.impl == "triton" else chunk}
+    return common.Choice(choice.impl, choice.reason, settings)
 
 
-@explained_by(lambda **arguments: _choose(ScanArguments(**arguments)))
-@opaque_op
+@common.explained_by(_choose)
+@common.opaque_op
 def selective_scan(
     x: Tensor,
     delta: Tensor,
@@ -76,27 +76,49 @@ def selective_scan(
 
     impl: "auto", "chunked" (plain torch), "triton", "reference" (token by token, recorded by autograd).
     """
-    a = ScanArguments(**locals())
-    choice = log_choice("selective_scan", _choose(a))
+    choice = common.log_choice("selective_scan", _choose(**locals()))
+    tensors = (x, delta, A, B, C, D, z, delta_bias)
     if choice.impl == "reference":
-        return _run_reference(a)
-    needs_grad = any(each is not None and each.requires_grad for each in a.tensors.values())
-    options = ScanOptions(
-        reverse_first=a.direction == "backward",
-        softplus=a.delta_softplus,
+        wide = (None if each is None else each.to(common.state_dtype(*tensors)) for each in tensors)
+        with common.no_autocast(x):
+            return reference.selective_scan(*wide, delta_softplus, direction).to(x.dtype)  # type: ignore[arg-type]
+    inputs = ScanInputs(*tensors)
+    if direction != "both":  # a leading dimension of directions; z has none
+        inputs = ScanInputs(*(None if each is None else each.unsqueeze(0) for each in tensors))._replace(z=z)
+    elif x.dim() == 3:
+        inputs = inputs._replace(x=x.unsqueeze(0))
+    needs_grad = any(each is not None and each.requires_grad for each in tensors)
+    scan = Scan(
+        *inputs.delta.shape,
+        inputs.A.shape[2],
+        reverse_first=direction == "backward",
+        softplus=delta_softplus,
         chunk=choice.settings["chunk_size"],
         save_states=torch.is_grad_enabled() and needs_grad,
     )
-    y: Tensor = SelectiveScan.apply(choice.impl, options, *a.inputs())
+    y: Tensor = SelectiveScan.apply(choice.impl, scan, *inputs)
     return y
 
 
-def _run_reference(a: ScanArguments) -> Tensor:
-    """The reference in the state's dtype, whatever dtypes are given."""
-    dtype = a.state_dtype
-    tensors: dict[str, Any] = {
-        name: None if each is None else each.to(dtype) for name, each in a.tensors.items()
-    }
-    with no_autocast(a.x):
-        y = reference.selective_scan(**tensors, delta_softplus=a.delta_softplus, direction=a.direction)
-    return y.to(a.x.dtype)
+def _check_tensors(direction: str, x: Tensor, A: Tensor, **others: Tensor | None) -> None:
+    """Values are not checked, because that would synchronise."""
+    optional = ("D", "z", "delta_bias")
+    floats = {name: each for name, each in others.items() if each is not None or name not in optional}
+    common.check_floating(x=x, A=A, **floats)  # type: ignore[arg-type]
+    common.check_same_device(x=x, A=A, **others)
+    pair = [2] if direction == "both" else []
+    if x.dim() != 3 and not (pair and x.dim() == 4 and x.shape[0] == 2):
+        valid = "[B, L, d], or [2, B, L, d] with one x per direction" if pair else "[B, L, d]"
+        raise ArgumentError(f"x has shape {list(x.shape)}; valid for direction={direction!r}: {valid}")
+    if A.dim() != 2 + len(pair) or A.shape[-1] == 0:
+        raise ArgumentError(
+            f"A has shape {list(A.shape)}; valid for direction={direction!r}: "
+            f"[{'2, ' if pair else ''}d, n] with n >= 1"
+        )
+    (batch, length, d), n = x.shape[-3:], A.shape[-1]
+    why = f", for x {list(x.shape)}, n={n} and direction={direction!r}"
+    common.check_shape([*pair, batch, length, d], why, delta=others["delta"])
+    common.check_shape([*pair, d, n], why, A=A)
+    common.check_shape([*pair, batch, length, n], why, B=others["B"], C=others["C"])
+    common.check_shape([*pair, d], why, D=others["D"], delta_bias=others["delta_bias"])
+    common.check_shape([batch, length, d], why, z=others["z"])

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from oomph.ops.common import Kernels, OpFunction, no_autocast, power_of_two, refuse_second_derivatives
 from oomph.ops.state_space import chunked
-from oomph.ops.state_space.arguments import ScanInputs, ScanOptions, ScanSizes
+from oomph.ops.state_space.chunked import Scan, ScanInputs
 
 _KERNELS = Kernels("oomph.ops.state_space.kernels")
 # 64 channels of it are 16 warps; beyond, the partial sums of dB and dC would outgrow everything else.
@@ -36,12 +36,12 @@ class SelectiveScan(OpFunction):
     op = "selective_scan"
 
     @staticmethod
-    def forward(ctx: Any, impl: str, options: ScanOptions, *tensors: Tensor | None) -> Tensor:
+    def forward(ctx: Any, impl: str, scan: Scan, *tensors: Tensor | None) -> Tensor:
         inputs = ScanInputs(*tensors)
         forward = triton_forward if impl == "triton" else chunked.forward
         with no_autocast(inputs.x):
-            y_BLd, saved = forward(inputs, options)
-        ctx.impl, ctx.options = impl, options
+            y_BLd, saved = forward(inputs, scan)
+        ctx.impl, ctx.scan = impl, scan
         ctx.save_for_backward(*tensors, saved)
         return y_BLd
 
@@ -52,7 +52,7 @@ class SelectiveScan(OpFunction):
         wanted = ScanInputs(*ctx.needs_input_grad[2:])
         backward = triton_backward if ctx.impl == "triton" else chunked.backward
         with no_autocast(g_BLd):
-            grads = backward(ScanInputs(*tensors), ctx.options, saved, g_BLd, wanted)
+            grads = backward(ScanInputs(*tensors), ctx.scan, saved, g_BLd, wanted)
         return (None, None, *grads)
 
 
@@ -99,14 +99,14 @@ class _Grid:
     programs: int
 
     @staticmethod
-    def of(sizes: ScanSizes) -> "_Grid":
-        tile = state_tile(sizes.d, sizes.n)
-        rows_and_blocks = max(1, tile.blocks(sizes.d) * sizes.batch)
+    def of(scan: Scan) -> "_Grid":
+        tile = state_tile(scan.d, scan.n)
+        rows_and_blocks = max(1, tile.blocks(scan.d) * scan.batch)
         segments = _PROGRAMS // rows_and_blocks
         if segments < _MIN_SEGMENTS:
             segments = 1
-        segment_chunks = max(1, -(-sizes.chunks // segments))
-        segments = max(1, -(-sizes.chunks // segment_chunks))
+        segment_chunks = max(1, -(-scan.chunks // segments))
+        segments = max(1, -(-scan.chunks // segment_chunks))
         return _Grid(tile, segments, segment_chunks, rows_and_blocks * segments)
 
     @property
@@ -115,45 +115,40 @@ class _Grid:
         return {"BD": tile.channels, "N": tile.n, "num_warps": tile.warps, "maxnreg": _REGISTERS}
 
 
-def triton_forward(inputs: ScanInputs, options: ScanOptions) -> tuple[Tensor, Tensor | None]:
+def triton_forward(inputs: ScanInputs, scan: Scan) -> tuple[Tensor, Tensor | None]:
     """As chunked.forward."""
-    sizes = ScanSizes.of(inputs, options)
-    grid = _Grid.of(sizes)
+    grid = _Grid.of(scan)
     x, delta, A, B, C, D, z, bias = inputs
     A, D, bias = _contiguous(A, D, bias)
-    y_BLd = x.new_empty(sizes.batch, sizes.length, sizes.d)
-    saved = entry = None
-    if options.save_states:
-        shape = (sizes.directions, sizes.batch, sizes.chunks, sizes.d, sizes.n)
-        saved = x.new_empty(shape, dtype=torch.float32)
+    y_BLd = x.new_empty(scan.batch, scan.length, scan.d)
+    saved, entry = scan.new_states(x, torch.float32), None
     if y_BLd.numel() == 0:
         return y_BLd, saved
     if grid.segments > 1:
-        entry = _segment_states(inputs, options, sizes, grid, x, B, gradient=False)
+        entry = _segment_states(inputs, scan, grid, x, B, gradient=False)
     _KERNELS.launch(
         "scan_forward",
         (grid.programs,),
         *(y_BLd, x, delta, A, B, C, D, z, bias, entry, saved),
         *_input_strides(inputs),
-        *(sizes.batch, sizes.length, sizes.d, sizes.n, grid.segments, grid.segment_chunks),
-        DIRECTIONS=sizes.directions,
-        REVERSE=options.reverse_first,
-        SOFTPLUS=options.softplus,
-        K=options.chunk,
+        *(scan.batch, scan.length, scan.d, scan.n, grid.segments, grid.segment_chunks),
+        DIRECTIONS=scan.directions,
+        REVERSE=scan.reverse_first,
+        SOFTPLUS=scan.softplus,
+        K=scan.chunk,
         S=_STEP,
-        passes=_time_in_passes(x, sizes.n),
+        passes=_time_in_passes(x, scan.n),
         **grid.constants,
     )
     return y_BLd, saved
 
 
 def triton_backward(
-    inputs: ScanInputs, options: ScanOptions, saved: Tensor, g_BLd: Tensor, wanted: ScanInputs
+    inputs: ScanInputs, scan: Scan, saved: Tensor, g_BLd: Tensor, wanted: ScanInputs
 ) -> ScanInputs:
     """As chunked.backward."""
-    sizes = ScanSizes.of(inputs, options)
-    grid = _Grid.of(sizes)
-    directions, batch, length, d, n = sizes.directions, sizes.batch, sizes.length, sizes.d, sizes.n
+    grid = _Grid.of(scan)
+    directions, batch, length, d, n = scan.directions, scan.batch, scan.length, scan.d, scan.n
     x, delta, A, B, C, D, z, bias = inputs
     A, D, bias = _contiguous(A, D, bias)
 
@@ -180,9 +175,9 @@ def triton_backward(
     else:
         entry = None
         if grid.segments > 1:
-            entry = _segment_states(inputs, options, sizes, grid, g_BLd.unsqueeze(0), C, gradient=True)
+            entry = _segment_states(inputs, scan, grid, g_BLd.unsqueeze(0), C, gradient=True)
         tile = grid.tile
-        scratch_shape = (grid.programs, options.chunk // _STEP, tile.channels, tile.n)
+        scratch_shape = (grid.programs, scan.chunk // _STEP, tile.channels, tile.n)
         scratch = x.new_empty(scratch_shape, dtype=torch.float32)
         _KERNELS.launch(
             "scan_backward",
@@ -193,10 +188,10 @@ def triton_backward(
             *_input_strides(inputs),
             *(batch, length, d, n, grid.segments, grid.segment_chunks),
             DIRECTIONS=directions,
-            REVERSE=options.reverse_first,
+            REVERSE=scan.reverse_first,
             SHARED_X=x.shape[0] == 1,
-            SOFTPLUS=options.softplus,
-            K=options.chunk,
+            SOFTPLUS=scan.softplus,
+            K=scan.chunk,
             S=_STEP,
             passes=_time_in_passes(x, n),
             **grid.constants,
@@ -215,8 +210,7 @@ def triton_backward(
 
 def _segment_states(
     inputs: ScanInputs,
-    options: ScanOptions,
-    sizes: ScanSizes,
+    scan: Scan,
     grid: _Grid,
     value: Tensor,
     vector_RBLn: Tensor,
@@ -224,8 +218,8 @@ def _segment_states(
 ) -> Tensor:
     """The initial state of every segment [R, segments, B, d, n], or with `gradient` its gradient dh."""
     A, bias = _contiguous(inputs.A, inputs.bias)
-    shape = (sizes.directions, grid.segments, sizes.batch, sizes.d)
-    states = value.new_empty(*shape, sizes.n, dtype=torch.float32)
+    shape = (scan.directions, grid.segments, scan.batch, scan.d)
+    states = value.new_empty(*shape, scan.n, dtype=torch.float32)
     delta_sums = value.new_empty(shape, dtype=torch.float32)
     delta, z_BLd = inputs.delta, inputs.z if gradient else None
     _KERNELS.launch(
@@ -233,18 +227,18 @@ def _segment_states(
         (grid.programs,),
         *(states, delta_sums, value, delta, A, vector_RBLn, z_BLd, bias),
         *(*_shared_strides(value), *delta.stride(), *vector_RBLn.stride(), *_gate_strides(z_BLd)),
-        *(sizes.batch, sizes.length, sizes.d, sizes.n, grid.segments, grid.segment_chunks * options.chunk),
-        DIRECTIONS=sizes.directions,
-        REVERSE=options.reverse_first,
+        *(scan.batch, scan.length, scan.d, scan.n, grid.segments, grid.segment_chunks * scan.chunk),
+        DIRECTIONS=scan.directions,
+        REVERSE=scan.reverse_first,
         GRADIENT=gradient,
-        SOFTPLUS=options.softplus,
+        SOFTPLUS=scan.softplus,
         **grid.constants,
     )
     _KERNELS.launch(
         "segment_initial_states",
-        (grid.tile.blocks(sizes.d) * sizes.batch * sizes.directions,),
-        *(states, delta_sums, A, sizes.batch, sizes.d, sizes.n, grid.segments),
-        REVERSE=options.reverse_first,
+        (grid.tile.blocks(scan.d) * scan.batch * scan.directions,),
+        *(states, delta_sums, A, scan.batch, scan.d, scan.n, grid.segments),
+        REVERSE=scan.reverse_first,
         GRADIENT=gradient,
         **grid.constants,
     )

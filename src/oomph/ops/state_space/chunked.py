@@ -7,43 +7,84 @@ gate is applied to each direction by itself, which is the same: y is the sum of 
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from oomph.ops.state_space.arguments import ScanInputs, ScanOptions, ScanSizes, state_dtype
+from oomph.ops.common import state_dtype
 from oomph.units import MiB
+
+
+class ScanInputs(NamedTuple):
+    """The tensors with a leading dimension of directions. Also their gradients, and whether these are wanted.
+
+    x [R, B, L, d] ([1, B, L, d] where both directions share it), delta [R, B, L, d], A [R, d, n], B and C
+    [R, B, L, n], D and bias [R, d]; z [B, L, d] gates the sum of the directions. D, z and bias may be None.
+    """
+
+    x: Any
+    delta: Any
+    A: Any
+    B: Any
+    C: Any
+    D: Any
+    z: Any
+    bias: Any
+
+
+@dataclass(frozen=True)
+class Scan:
+    """Sizes and options of one call."""
+
+    directions: int
+    batch: int
+    length: int
+    d: int
+    n: int
+    reverse_first: bool  # direction 0 runs from the last token to the first; direction 1 always does
+    softplus: bool
+    chunk: int  # tokens between two states that are saved for backward
+    save_states: bool  # a backward may follow
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.length // self.chunk)
+
+    def reverse(self, direction: int) -> bool:
+        return direction == 1 or self.reverse_first
+
+    def new_states(self, like: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """[R, B, c, d, n]: where the states at the starts of chunks are saved, if a backward may follow."""
+        shape = (self.directions, self.batch, self.chunks, self.d, self.n)
+        return like.new_empty(shape, dtype=dtype) if self.save_states else None
+
 
 # One buffer of states [K, B, d, n]: small enough for a CPU's cache; on a GPU larger, for fewer launches.
 _BUFFER_BYTES = {"cpu": 8 * MiB, "cuda": 32 * MiB}
 
 
-def forward(inputs: ScanInputs, options: ScanOptions) -> tuple[Tensor, Tensor | None]:
+def forward(inputs: ScanInputs, scan: Scan) -> tuple[Tensor, Tensor | None]:
     """y [B, L, d]; for backward, the initial states of chunks [R, B, c, d, n]."""
-    sizes, dtype = ScanSizes.of(inputs, options), state_dtype(*inputs)
-    y_BLd = inputs.x.new_zeros(sizes.batch, sizes.length, sizes.d)
-    saved = None
-    if options.save_states:
-        shape = (sizes.directions, sizes.batch, sizes.chunks, sizes.d, sizes.n)
-        saved = y_BLd.new_empty(shape, dtype=dtype)
-    for direction, rows in _scans(sizes, options, y_BLd, dtype):
-        h_Bdn = y_BLd.new_zeros(rows.stop - rows.start, sizes.d, sizes.n, dtype=dtype)
-        for index, tokens in _chunks(sizes, options, options.reverse(direction)):
+    dtype = state_dtype(*inputs)
+    y_BLd = inputs.x.new_zeros(scan.batch, scan.length, scan.d)
+    saved = scan.new_states(y_BLd, dtype)
+    for direction, rows in _row_slices(scan, y_BLd, dtype):
+        h_Bdn = y_BLd.new_zeros(rows.stop - rows.start, scan.d, scan.n, dtype=dtype)
+        for index, tokens in _chunks(scan, scan.reverse(direction)):
             if saved is not None:
                 saved[direction, rows, index] = h_Bdn
             parts = [None if x is None else x.to(dtype) for x in _parts(inputs, direction, rows, tokens)]
-            y_BKd, h_Bdn = _scan_chunk(h_Bdn, parts, options, options.reverse(direction))
+            y_BKd, h_Bdn = _scan_chunk(h_Bdn, parts, scan, scan.reverse(direction))
             y_BLd[rows, tokens] += y_BKd
     return y_BLd, saved
 
 
-def backward(
-    inputs: ScanInputs, options: ScanOptions, saved: Tensor, g_BLd: Tensor, wanted: ScanInputs
-) -> ScanInputs:
+def backward(inputs: ScanInputs, scan: Scan, saved: Tensor, g_BLd: Tensor, wanted: ScanInputs) -> ScanInputs:
     """The wanted gradients; saved [R, B, c, d, n] from forward."""
-    sizes, dtype = ScanSizes.of(inputs, options), state_dtype(*inputs)
+    dtype = state_dtype(*inputs)
     # Sums over tokens are in the dtype of the states.
     grads = ScanInputs(
         *(
@@ -53,9 +94,9 @@ def backward(
             for name, x, want in zip(ScanInputs._fields, inputs, wanted, strict=True)
         )
     )
-    for direction, rows in _scans(sizes, options, g_BLd, dtype):
-        dh_Bdn = g_BLd.new_zeros(rows.stop - rows.start, sizes.d, sizes.n, dtype=dtype)
-        for index, tokens in _chunks(sizes, options, not options.reverse(direction)):
+    for direction, rows in _row_slices(scan, g_BLd, dtype):
+        dh_Bdn = g_BLd.new_zeros(rows.stop - rows.start, scan.d, scan.n, dtype=dtype)
+        for index, tokens in _chunks(scan, not scan.reverse(direction)):
             places = _parts(grads, direction, rows, tokens)
             parts = _parts(inputs, direction, rows, tokens)
             leaves = [
@@ -64,7 +105,7 @@ def backward(
             ]
             h_Bdn = saved[direction, rows, index].detach().requires_grad_()
             with torch.enable_grad():
-                results = _scan_chunk(h_Bdn, leaves, options, options.reverse(direction))
+                results = _scan_chunk(h_Bdn, leaves, scan, scan.reverse(direction))
             asked = [h_Bdn, *(leaf for leaf in leaves if leaf is not None and leaf.requires_grad)]
             dh_Bdn, *found = torch.autograd.grad(results, asked, (g_BLd[rows, tokens].to(dtype), dh_Bdn))
             for place, grad in zip([each for each in places if each is not None], found, strict=True):
@@ -77,9 +118,7 @@ def backward(
     )
 
 
-def _scan_chunk(
-    h_Bdn: Tensor, parts: Sequence[Any], options: ScanOptions, reverse: bool
-) -> tuple[Tensor, Tensor]:
+def _scan_chunk(h_Bdn: Tensor, parts: Sequence[Any], scan: Scan, reverse: bool) -> tuple[Tensor, Tensor]:
     """y [B, K, d] of one direction, and the state after the chunk; differentiable. `parts`: as ScanInputs."""
     x_BKd, delta_BKd, A_dn, B_BKn, C_BKn, D_d, z_BKd, bias_d = parts
 
@@ -88,7 +127,7 @@ def _scan_chunk(
         return tensor_KBx.flip(0) if reverse else tensor_KBx.contiguous()
 
     delta_BKd = delta_BKd if bias_d is None else delta_BKd + bias_d
-    delta_KBd = time_first(F.softplus(delta_BKd) if options.softplus else delta_BKd)
+    delta_KBd = time_first(F.softplus(delta_BKd) if scan.softplus else delta_BKd)
     x_KBd, B_KBn, C_KBn = map(time_first, (x_BKd, B_BKn, C_BKn))
     writes_KBdn = (delta_KBd * x_KBd).unsqueeze(-1) * B_KBn.unsqueeze(2)
     h_KBdn, last_Bdn = _Recurrence.apply((delta_KBd.unsqueeze(-1) * A_dn).exp_(), writes_KBdn, h_Bdn)
@@ -141,20 +180,18 @@ def _parts(tensors: Any, direction: int, rows: slice, tokens: slice) -> list[Ten
     ]
 
 
-def _scans(
-    sizes: ScanSizes, options: ScanOptions, like: Tensor, dtype: torch.dtype
-) -> Iterator[tuple[int, slice]]:
+def _row_slices(scan: Scan, like: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, slice]]:
     """Directions and slices of the batch."""
-    row_bytes = min(options.chunk, sizes.length) * sizes.d * sizes.n * dtype.itemsize
+    row_bytes = min(scan.chunk, scan.length) * scan.d * scan.n * dtype.itemsize
     limit = _BUFFER_BYTES["cuda" if like.device.type == "cuda" else "cpu"]
     step = max(1, limit // max(1, row_bytes))
-    for start in range(0, sizes.batch, step):
-        for direction in range(sizes.directions):
-            yield direction, slice(start, min(start + step, sizes.batch))
+    for start in range(0, scan.batch, step):
+        for direction in range(scan.directions):
+            yield direction, slice(start, min(start + step, scan.batch))
 
 
-def _chunks(sizes: ScanSizes, options: ScanOptions, reverse: bool) -> Iterator[tuple[int, slice]]:
-    order = range(sizes.chunks)
+def _chunks(scan: Scan, reverse: bool) -> Iterator[tuple[int, slice]]:
+    order = range(scan.chunks)
     for index in reversed(order) if reverse else order:
-        start = index * options.chunk
-        yield index, slice(start, min(start + options.chunk, sizes.length))
+        start = index * scan.chunk
+        yield index, slice(start, min(start + scan.chunk, scan.length))

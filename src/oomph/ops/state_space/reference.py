@@ -19,7 +19,6 @@ def selective_scan(
     B: Tensor,
     C: Tensor,
     D: Tensor | None = None,
-    *,
     z: Tensor | None = None,
     delta_bias: Tensor | None = None,
     delta_softplus: bool = False,
