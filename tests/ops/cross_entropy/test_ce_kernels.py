@@ -22,7 +22,6 @@ pytestmark = [
         {"reduction": "sum"},
         {"reduction": "none", "through_lse": True},
         {"ignore_index": 0, "ignored": 0},
-        {"label_smoothing": 0.1},
         {"z_loss": 0.2, "through_lse": True},
         {"softcap": 1.5},
         {"class_weight": numbers(13)},

@@ -100,19 +100,6 @@ D, CLASSES = 6, 13
 
 
 class Model(nn.Module):
-    def __init__(self, **options):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D))
-        self.head = nn.Linear(D, CLASSES)
-        self.options = options
-
-    def forward(self, x, target):
-        hidden = self.body(x)
-        losses = linear_cross_entropy(hidden, self.head.weight, target, bias=self.head.bias, **self.options)
-        return losses.mean()
-
-
-class ModelWithLoss(nn.Module):
     """The head is inside the loss, which is sharded on its own."""
 
     def __init__(self, **options):
@@ -130,35 +117,27 @@ def batch(rank):
     return x, torch.randint(CLASSES, (4, 5), generator=generator)
 
 
-def made(kind, **options):
-    torch.manual_seed(0)
-    return kind(**options).double()
-
-
 def a_sharded_model_trains_like_the_whole_one(rank):
-    for kind in (Model, ModelWithLoss):
-        for options in ({"impl": "chunked"}, {"impl": "chunked", "reduction": "none"}, {"impl": "plain"}):
-            whole, sharded = made(kind, impl="reference"), made(kind, **options)
-            fully_shard(sharded.body)
-            if kind is ModelWithLoss:
-                fully_shard(sharded.loss)
-            fully_shard(sharded)
-            optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
-            theirs = torch.optim.SGD(whole.parameters(), lr=0.1)
-            for _ in range(3):
-                loss = sharded(*batch(rank))
-                loss.backward()
-                losses = [whole(*batch(each)) for each in range(RANKS)]
-                (sum(losses) / RANKS).backward()
-                assert_close([loss.detach()], [losses[rank].detach()], 1e-11)
-                assert_close(
-                    [each.grad.full_tensor() for each in sharded.parameters()],
-                    [each.grad for each in whole.parameters()],
-                    1e-11,
-                )
-                for each in (optimizer, theirs):
-                    each.step()
-                    each.zero_grad()
+    for options in ({"impl": "chunked"}, {"impl": "chunked", "reduction": "none"}, {"impl": "plain"}):
+        models = []
+        for given in ({"impl": "reference"}, options):
+            torch.manual_seed(0)
+            models.append(Model(**given).double())
+        whole, sharded = models
+        for part in (sharded.body, sharded.loss, sharded):
+            fully_shard(part)
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in models]
+        for _ in range(3):
+            loss = sharded(*batch(rank))
+            loss.backward()
+            losses = [whole(*batch(each)) for each in range(RANKS)]
+            (sum(losses) / RANKS).backward()
+            assert_close([loss.detach()], [losses[rank].detach()], 1e-11)
+            found = [each.grad.full_tensor() for each in sharded.parameters()]
+            assert_close(found, [each.grad for each in whole.parameters()], 1e-11)
+            for each in optimizers:
+                each.step()
+                each.zero_grad()
 
 
 def check_on_a_rank(rank, port):

@@ -4,7 +4,6 @@ import importlib.util
 
 import pytest
 import torch
-from checks import saved_beside
 from kda_inputs import (
     NAMES,
     assert_close,
@@ -84,10 +83,6 @@ def test_packed_sequences_are_independent(dtype):
     check(float32(1, 75, 1, 16, 16, states=4), dtype, [3, 37, 0, 35], memory_chunk_size=32)
 
 
-def test_log_alpha_and_beta_keep_their_dtype():
-    check(float32(1, 20, 1, 16, 16), HALF, names=("q", "k", "v"))
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("decay", ["20 per token", "20 at some tokens"])
 def test_strong_decay(decay, dtype):
@@ -96,15 +91,6 @@ def test_strong_decay(decay, dtype):
         given["log_alpha"].zero_()
         given["log_alpha"][:, [3, 4, 9, 17, 30]] = -20.0
     check(given, dtype)
-
-
-def test_a_log_decay_of_minus_infinity_resets_the_state():
-    given = on_device(float32(1, 20, 1, 16, 16))
-    given["log_alpha"][:, 10] = -torch.inf
-    late = {name: x[:, 10:] for name, x in given.items() if name != "initial_state"}
-    (o, state), (late_o, late_state) = kernels(**given), kernels(**late)
-    torch.testing.assert_close(o[:, 10:], late_o)
-    torch.testing.assert_close(state, late_state)
 
 
 def gradient_errors(shape, dtype, decay):
@@ -129,23 +115,6 @@ def test_half_precision_gradients_have_the_error_of_a_few_roundings(decay):
     assert max(errors.values()) < most, errors
 
 
-def test_neutral_tokens_leave_the_state_bitwise_unchanged():
-    given = on_device(float32(1, 40, 1, 16, 16))
-    given["log_alpha"].zero_()
-    given["beta"].zero_()
-    assert torch.equal(kernels(**given, memory_chunk_size=32)[1], given["initial_state"])
-
-
-def test_nan_reaches_later_tokens_and_no_earlier_chunk():
-    given = on_device(float32(1, 40, 1, 16, 16))
-    before, _ = kernels(**given)
-    given["log_alpha"][0, 35, 0, 3] = torch.nan
-    o, state = kernels(**given)
-    assert torch.equal(o[:, :32], before[:, :32])
-    assert o[:, 35:].isnan().all()
-    assert state[:, :, 3].isnan().all()
-
-
 def test_strided_inputs_and_the_default_initial_state():
     given = on_device(float32(2, 20, 2, 16, 16))
     given["initial_state"].zero_()
@@ -158,38 +127,19 @@ def test_strided_inputs_and_the_default_initial_state():
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("wanted", ["v", "log_alpha", "initial_state"])
-def test_only_inputs_that_require_a_gradient_get_one(wanted):
-    given = on_device(float32(1, 20, 1, 16, 16))
-    some = {name: x.clone().requires_grad_(name == wanted) for name, x in given.items()}
-    o, state = kernels(**some)
-    (2 * o.sum() + state.sum()).backward()
-    exact = {name: x.double().requires_grad_() for name, x in given.items()}
-    o, state = kda_reference(**exact)
-    (2 * o.sum() + state.sum()).backward()
-    assert [name for name, x in some.items() if x.grad is not None] == [wanted]
-    torch.testing.assert_close(some[wanted].grad, exact[wanted].grad.float(), rtol=1e-4, atol=1e-5)
-
-
-def test_backward_of_the_state_alone_runs_twice_and_has_no_second_derivative():
+def test_backward_of_the_state_alone_by_one_input_at_a_time():
     leaves = {name: x.requires_grad_() for name, x in on_device(float32(1, 20, 1, 16, 16)).items()}
     total = kernels(**leaves)[1].sum()
     first = torch.autograd.grad(total, list(leaves.values()), retain_graph=True)
-    again = torch.autograd.grad(total, list(leaves.values()), retain_graph=True)
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    for each, found in zip(leaves.values(), first, strict=True):
+        assert torch.equal(torch.autograd.grad(total, each, retain_graph=True)[0], found)
     assert not first[0].any()  # of q
     exact = {name: x.detach().double().requires_grad_() for name, x in leaves.items()}
     right = torch.autograd.grad(kda_reference(**exact)[1].sum(), list(exact.values())[1:])
     for a, b in zip(first[1:], right, strict=True):
-        torch.testing.assert_close(a, b.float(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(a.cpu(), b.float().cpu(), rtol=1e-4, atol=1e-5)
     with pytest.raises(ArgumentError, match="twice"):
         torch.autograd.grad(total, list(leaves.values()), create_graph=True)
-
-
-def test_inputs_and_states_between_segments_are_saved_for_backward():
-    leaves = {name: x.requires_grad_() for name, x in on_device(float32(1, 70, 1, 16, 16)).items()}
-    (states,) = saved_beside(leaves.values(), lambda: kernels(**leaves, memory_chunk_size=32))
-    assert states.shape == (2, 1, 1, 16, 16)
 
 
 # Memory, in predictions for an H200 ------------------------------------------------------------------
@@ -218,15 +168,14 @@ def peak_above_inputs(shape, dv=None, backward=True, **options):
     return oomph.predict(one_pass, gpu="h200").peak.allocated - 2 * rows * (3 * dk + 2 * dv + 1)
 
 
-@pytest.mark.parametrize("shape", FLA, ids=str)
-def test_the_peak_is_at_most_half_of_flas(shape):
-    assert peak_above_inputs(shape) <= FLA[shape] * MiB / 2
-
-
-def test_short_segments_take_less():
-    assert peak_above_inputs(LONG, memory_chunk_size=1024) <= FLA[LONG] * MiB / 4
-    assert peak_above_inputs(REPORT) <= 60 * MiB
-    assert peak_above_inputs(REPORT, memory_chunk_size=64) <= 40 * MiB
+@pytest.mark.parametrize(
+    ("shape", "tokens", "most"),
+    [(shape, None, peak / 2) for shape, peak in FLA.items()]
+    + [(LONG, 1024, FLA[LONG] / 4), (REPORT, None, 60), (REPORT, 64, 40)],
+    ids=str,
+)
+def test_the_peak_is_at_most_half_of_flas_and_a_quarter_in_short_segments(shape, tokens, most):
+    assert peak_above_inputs(shape, memory_chunk_size=tokens) <= most * MiB
 
 
 @pytest.mark.parametrize("backward", [True, False], ids=["training", "forward only"])

@@ -4,13 +4,18 @@ import pytest
 import torch
 from checks import relative_error
 from kda_inputs import assert_close, boundaries, half, in_double, inputs, one_by_one, outcome, relative_errors
+from kernel_device import DEVICE
 
 from oomph.ops.delta_attention import kda
 from oomph.ops.delta_attention.chunked import CHUNK
 from oomph.ops.delta_attention.reference import kda_reference
 
 MODES = ["chunked", "sequential", "scan"]
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = [
+    pytest.mark.usefixtures("poisoned"),
+    # Triton's interpreter computes masked lanes too, and numpy warns of them.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
 
 
 def matrix_recurrence(q, k, v, log_alpha, beta, state, scale):
@@ -102,33 +107,39 @@ def test_the_gradient_of_a_strong_decay_alone_in_float32():
     assert relative_error(found, right) < 1e-5
 
 
-def test_a_log_decay_of_minus_infinity_resets_the_state():
-    given = inputs(1, 40, 1, 4, 4)
+def run(mode, given, **options):
+    """Kernels, in float32 on a GPU or in the interpreter, where the mode is "triton"."""
+    if mode == "triton":
+        on_device = {name: x.to(DEVICE, torch.float32) for name, x in given.items()}
+        return tuple(x.cpu() for x in kda(**on_device, impl="triton", **options))
+    return kda(**given, mode=mode, **options)
+
+
+with_kernels = pytest.mark.parametrize("mode", ["chunked", "triton"])
+
+
+@with_kernels
+def test_a_log_decay_of_minus_infinity_resets_the_state(mode):
+    given = inputs(1, 40, 1, 16, 16)
     given["log_alpha"][:, 20] = -torch.inf
     late = {name: x[:, 20:] for name, x in given.items() if name != "initial_state"}
-    for found, right in zip(kda(**given, mode="chunked"), kda(**late, mode="chunked"), strict=True):
-        torch.testing.assert_close(found[:, 20:] if found.shape[1] == 40 else found, right)
+    (o, state), (late_o, late_state) = run(mode, given), run(mode, late)
+    torch.testing.assert_close(o[:, 20:], late_o)
+    torch.testing.assert_close(state, late_state)
 
 
-@pytest.mark.parametrize("mode", ["chunked", "sequential"])
-@pytest.mark.parametrize("active", [0, 1, CHUNK, CHUNK + 5])
+@pytest.mark.parametrize("mode", ["chunked", "sequential", "triton"])
+@pytest.mark.parametrize("active", [0, CHUNK + 5])
 def test_neutral_tokens_leave_the_state_bitwise_unchanged(mode, active):
-    given = inputs(2, 3 * CHUNK + 3, 2, 8, 6, dtype=torch.float32)
+    given = inputs(1, 2 * CHUNK + 3, 1, 16, 16, dtype=torch.float32)
     given["log_alpha"][:, active:] = 0
     given["beta"][:, active:] = 0
-    o, state = kda(**given, mode=mode)
+    o, state = run(mode, given)
     only = {name: x if name == "initial_state" else x[:, :active] for name, x in given.items()}
-    right = kda(**only, mode=mode)[1]
+    right = run(mode, only)[1]
     assert torch.equal(state, right)
-    reads = torch.einsum("bthk,bhkv->bthv", given["q"][:, active:], right) * 8**-0.5
-    torch.testing.assert_close(o[:, active:], reads)
-
-
-def test_neutral_tokens_get_gradients():
-    given = inputs(1, 2 * CHUNK)
-    given["log_alpha"][:, 5:20] = 0
-    given["beta"][:, 5:20] = 0
-    assert_close(outcome(kda, given, mode="chunked"), outcome(kda_reference, given), 1e-13)
+    reads = torch.einsum("bthk,bhkv->bthv", given["q"][:, active:], right) * 16**-0.5
+    torch.testing.assert_close(o[:, active:], reads, rtol=1e-5, atol=1e-5)
 
 
 # Precision
@@ -175,11 +186,11 @@ def test_one_float64_input_makes_all_arithmetic_float64():
     assert relative_error(state, kda_reference(**in_double(given))[1]) < 1e-14
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*MODES, "triton"])
 def test_nan_reaches_later_tokens_and_no_earlier_chunk(mode):
-    given = inputs(1, 2 * CHUNK, 1, 4, 4)
+    given = inputs(1, 2 * CHUNK, 1, 16, 16)
     given["v"][0, CHUNK + 3, 0, 2] = torch.nan
-    o, state = kda(**given, mode=mode)
+    o, state = run(mode, given)
     assert not o[:, :CHUNK].isnan().any()  # within the chunk, 0 * NaN is NaN
     assert o[:, CHUNK + 3 :, :, 2].isnan().all()
     assert state[..., 2].isnan().all()

@@ -95,23 +95,17 @@ def test_continuing_from_a_state_equals_the_whole_sequence(cuts):
 def test_parameters_have_the_published_names_shapes_and_initial_values():
     made = KimiDeltaAttention(64, 4, 16, dtype=torch.float64)
     shapes = {name: tuple(each.shape) for name, each in made.named_parameters()}
+    square, convolution = ((64, 64), (64, 1, 4))
     assert shapes == {
+        **{f"{name}_proj.weight": square for name in "qkvo"},
+        **{f"{name}_conv1d.weight": convolution for name in "qkv"},
+        **{f"{name}_proj.0.weight": (16, 64) for name in "fg"},
+        **{f"{name}_proj.1.weight": (64, 16) for name in "fg"},
+        "b_proj.weight": (4, 64),
+        "g_proj.1.bias": (64,),
         "A_log": (4,),
         "dt_bias": (64,),
-        "q_proj.weight": (64, 64),
-        "k_proj.weight": (64, 64),
-        "v_proj.weight": (64, 64),
-        "q_conv1d.weight": (64, 1, 4),
-        "k_conv1d.weight": (64, 1, 4),
-        "v_conv1d.weight": (64, 1, 4),
-        "f_proj.0.weight": (16, 64),
-        "f_proj.1.weight": (64, 16),
-        "b_proj.weight": (4, 64),
-        "g_proj.0.weight": (16, 64),
-        "g_proj.1.weight": (64, 16),
-        "g_proj.1.bias": (64,),
         "o_norm.weight": (16,),
-        "o_proj.weight": (64, 64),
     }
     step = torch.nn.functional.softplus(made.dt_bias)
     assert step.min() >= 0.001

@@ -136,26 +136,20 @@ LAYERS = [
 ]
 
 
+@pytest.mark.parametrize("eight_bit", [False, True])
 @pytest.mark.parametrize("make", LAYERS)
-def test_a_new_layer_gives_what_the_layer_it_came_from_gives(make):
+def test_a_new_layer_gives_what_the_layer_it_came_from_gives(make, eight_bit):
     layer = make()
-    module = ModulatedLinear.from_linear(layer, rank=3)
-    h, mod = torch.randn(2, 5, 7), torch.randn(2, 5, 3)
-    torch.testing.assert_close(module(h, mod), layer(h))
-    assert module.weight.data_ptr() == layer.weight.data_ptr()  # shared, not copied
+    module = ModulatedLinear.from_linear(layer, rank=3, eight_bit=eight_bit)
+    h, mod = torch.randn(50, 7), torch.randn(50, 3)
+    assert (module(h, mod) - layer(h)).norm() < (0.01 if eight_bit else 1e-6) * layer(h).norm()
+    if eight_bit:
+        assert module.weight is None
+        assert module.weight_values.dtype == torch.int8
+    else:
+        assert module.weight.data_ptr() == layer.weight.data_ptr()  # shared, not copied
     assert all(each.requires_grad for each in layer.parameters())  # and the layer is as it was
     assert [name for name, each in module.named_parameters() if each.requires_grad] == ["A", "B"]
-
-
-@pytest.mark.parametrize("make", LAYERS)
-def test_in_8_bits_the_output_is_near_and_the_weight_takes_a_byte_per_number(make):
-    layer = make()
-    module = ModulatedLinear.from_linear(layer, rank=3, eight_bit=True)
-    h = torch.randn(50, 7)
-    error = (module(h, torch.randn(50, 3)) - layer(h)).norm() / layer(h).norm()
-    assert error < 0.01
-    assert module.weight is None
-    assert module.weight_values.dtype == torch.int8
     assert module.A.dtype == layer.weight.dtype
 
 
@@ -172,7 +166,7 @@ def test_it_survives_saving_and_loading(eight_bit):
     assert set(one.state_dict()) == {*weight, "bias", "A", "B"}
 
 
-def test_moving_to_bfloat16_keeps_the_scales_exact():
+def test_moving_keeps_the_scales_exact():
     module = ModulatedLinear.from_linear(nn.Linear(7, 11), rank=3, eight_bit=True)
     scale, values = module.weight_scale.clone(), module.weight_values.clone()
     module.to(torch.bfloat16)
@@ -181,25 +175,9 @@ def test_moving_to_bfloat16_keeps_the_scales_exact():
     assert torch.equal(module.weight_values, values)
     y = module(torch.randn(5, 7, dtype=torch.bfloat16), torch.randn(5, 3, dtype=torch.bfloat16))
     assert y.dtype == torch.bfloat16
-
-
-def test_it_can_leave_the_meta_device():
-    module = ModulatedLinear.from_linear(nn.Linear(7, 11), rank=3, eight_bit=True).to("meta")
-    assert module.weight_scale.is_meta
+    assert module.to("meta").weight_scale.is_meta
     module.to_empty(device="cpu")
     assert module.weight_scale.dtype == torch.float32
     assert module.weight_scale.device.type == "cpu"
     made = ModulatedLinear.from_linear(nn.Linear(6, 8, device="meta"), 2, eight_bit=True)
     assert made.weight_values.is_meta
-
-
-def test_the_deltas_and_their_norms_are_those_of_its_own_factors():
-    module = ModulatedLinear.from_linear(nn.Linear(7, 11), rank=3)
-    nn.init.normal_(module.B)
-    mod = torch.randn(2, 5, 3)
-    delta = module.compute_weight_delta(mod, token_idx=4)
-    assert delta.shape == (2, 7, 11)
-    torch.testing.assert_close(module.weight_delta_norm(mod)[:, 4], delta.flatten(1).norm(dim=1))
-    torch.testing.assert_close(
-        module.weight_delta_norm(mod, squared=True)[:, 4], delta.square().sum((1, 2)), rtol=1e-5, atol=1e-5
-    )

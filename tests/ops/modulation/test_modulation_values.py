@@ -71,14 +71,6 @@ def test_in_16_bits_no_gradient_is_worse_than_plain_torch_makes_it(dtype):
         assert error < 1.1 * errors["reference"][name] + 1e-4, name
 
 
-def test_gradients_have_the_dtype_of_their_inputs():
-    given = inputs(dtype=torch.float32).copy(torch.float32)
-    y = modulated_linear(given.h.bfloat16(), *given.all()[1:])
-    assert y.dtype == torch.bfloat16
-    y.sum().backward()
-    assert {each.dtype for each in given.gradients().values()} == {torch.float32}
-
-
 def test_under_autocast_the_products_and_the_result_are_bfloat16():
     given = inputs(lead=(40,)).copy(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
@@ -140,32 +132,6 @@ def test_a_weight_of_another_dtype_is_converted_in_slices_both_ways(trained):
         assert weight.grad is None
 
 
-def test_a_transposed_weight_is_used_in_place_and_gets_a_gradient_of_its_own_layout():
-    linear = torch.nn.Linear(7, 11)
-    given = inputs(dtype=torch.float32)
-    modulated_linear(given.h, linear.weight.t(), given.A, given.B, given.mod).sum().backward()
-    assert linear.weight.grad.stride() == linear.weight.stride()
-
-
-def every_delta(A, B, mod):
-    return torch.einsum("...r,dr,rf->...df", mod, A, B)
-
-
-@pytest.mark.parametrize(
-    ("token_idx", "picked"), [((1, 3), (1, 3)), (3, (slice(None), 3)), (-5, (slice(None), -5))], ids=str
-)
-def test_the_delta_of_the_chosen_tokens_is_the_einsum_of_the_report(token_idx, picked):
-    given = inputs()
-    found = compute_weight_delta(given.A, given.B, given.mod, token_idx)
-    torch.testing.assert_close(found, every_delta(given.A, given.B, given.mod)[picked])
-
-
-def test_a_token_times_its_own_weight_is_what_the_op_gives():
-    given = inputs(bias=False)
-    own = given.weight + compute_weight_delta(given.A, given.B, given.mod, (1, 2))
-    torch.testing.assert_close(modulated_linear(*given.all())[1, 2], given.h[1, 2] @ own)
-
-
 @pytest.mark.parametrize("squared", [False, True])
 def test_at_the_start_where_b_is_zero_the_norm_and_its_gradients_are_zero(squared):
     given = inputs().copy(torch.float32)
@@ -173,16 +139,16 @@ def test_at_the_start_where_b_is_zero_the_norm_and_its_gradients_are_zero(square
     norm = weight_delta_norm(given.A, B, given.mod, squared=squared)
     assert not norm.any()
     norm.sum().backward()
-    for each in (given.A, B, given.mod):
-        assert torch.equal(each.grad, torch.zeros_like(each))
+    assert not any(each.grad.any() for each in (given.A, B, given.mod))
 
 
-def test_16_bit_factors_are_summed_in_float32_also_under_autocast():
-    given = inputs(lead=(50,), d=300, f=400, dtype=torch.bfloat16)
-    right = (
-        every_delta(*(each.double() for each in (given.A, given.B, given.mod))).square().sum((-2, -1)).sqrt()
-    )
-    with torch.autocast("cpu", torch.bfloat16):
-        norm = weight_delta_norm(given.A, given.B, given.mod)
-    assert norm.dtype == torch.float32
-    torch.testing.assert_close(norm.double(), right, rtol=1e-5, atol=0)
+def test_a_token_times_its_own_weight_is_what_the_op_gives():
+    given = inputs(bias=False)
+    delta = compute_weight_delta(given.A, given.B, given.mod, (1, 2))
+    assert torch.equal(delta, compute_weight_delta(given.A, given.B, given.mod, -3)[1])
+    torch.testing.assert_close(modulated_linear(*given.all())[1, 2], given.h[1, 2] @ (given.weight + delta))
+    half = [each.bfloat16() for each in (given.A, given.B, given.mod)]
+    with torch.autocast("cpu", torch.bfloat16):  # sums are in float32 there, too
+        norm = weight_delta_norm(*half)
+    right = compute_weight_delta(*(each.double() for each in half), (1, 2)).norm()
+    torch.testing.assert_close(norm[1, 2].double(), right, rtol=1e-5, atol=0)

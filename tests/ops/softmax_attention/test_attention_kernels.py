@@ -9,7 +9,7 @@ from kernel_device import DEVICE
 
 from oomph.errors import ArgumentError
 from oomph.ops.common import explain
-from oomph.ops.softmax_attention import BlockPattern, attention, locality_bias, sdpa
+from oomph.ops.softmax_attention import BlockPattern, LocalityBias, attention, locality_bias, sdpa
 from oomph.ops.softmax_attention.reference import reference
 
 pytest.importorskip("triton")
@@ -54,103 +54,84 @@ def points_bias(queries, keys, size=2, batch=None, spread=1.0, shift=0.0, streng
     return locality_bias(t, s, strength)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "causal"),
-    [
-        (BlockPattern("local", block=16), True),
-        (BlockPattern("local", block=48, window=0), False),
-        (BlockPattern("global", block=16, stride=3), False),
-        (BlockPattern("mixed", block=16, stride=3), True),
-    ],
-)
-def test_patterns(pattern, causal):
-    compare(*tensors(50, 50, heads=1), pattern=pattern, causal=causal)
+def local(block=16, **options):
+    return BlockPattern("local", block=block, **options)
 
 
-@pytest.mark.parametrize(
-    ("queries", "keys", "pattern", "causal"),
-    [
-        (13, 40, None, True),
-        (1, 37, None, True),
-        (40, 13, BlockPattern("mixed", block=16, window=0), True),
-        (13, 60, BlockPattern("mixed", block=16, stride=3), False),
-    ],
-)
-def test_different_lengths(queries, keys, pattern, causal):
-    compare(*tensors(queries, keys, heads=1), pattern=pattern, causal=causal)
-
-
-@pytest.mark.parametrize(
-    ("pattern", "causal"), [(None, False), (None, True), (BlockPattern("global", block=16), True)]
-)
-def test_padding(pattern, causal):
-    mask = padding(30, 0, 17, 30)
-    compare(*tensors(30, 30, batch=3, heads=1), mask=mask, pattern=pattern, causal=causal)
-
-
-@pytest.mark.parametrize("pattern", [None, BlockPattern("local", block=16)])
-def test_key_mask_may_leave_rows_without_keys(pattern):
+def some_keys():
+    """Leaves rows without keys."""
     mask = torch.rand(2, 40, generator=torch.Generator().manual_seed(2)) > 0.5
     mask[0, :20] = False
-    compare(*tensors(40, 40, batch=2, heads=1), mask=mask.to(DEVICE), pattern=pattern, causal=True)
+    return mask.to(DEVICE)
 
 
-def test_grouped_heads_of_any_size():
-    compare(*tensors(20, 33, heads=4, key_heads=2, head=20, value=40), causal=True)
+MIXED = BlockPattern("mixed", block=16, stride=3)
+CASES = {  # the inputs, the options
+    "local, causal": ({}, {"pattern": local(), "causal": True}),
+    "local, blocks of 48": ({}, {"pattern": local(48, window=0)}),
+    "global": ({}, {"pattern": BlockPattern("global", block=16, stride=3)}),
+    "mixed, causal": ({}, {"pattern": MIXED, "causal": True}),
+    "fewer queries": ({"queries": 13, "keys": 40}, {"causal": True}),
+    "one query": ({"queries": 1, "keys": 37}, {"causal": True}),
+    "fewer keys": (
+        {"queries": 40, "keys": 13},
+        {"pattern": BlockPattern("mixed", block=16, window=0), "causal": True},
+    ),
+    "fewer queries, mixed": ({"queries": 13, "keys": 60}, {"pattern": MIXED}),
+    "padding": ({"batch": 3}, {"mask": padding(50, 0, 17, 50)}),
+    "padding, causal": ({"batch": 3}, {"mask": padding(50, 0, 17, 50), "causal": True}),
+    "padding, global": (
+        {"batch": 3},
+        {"mask": padding(50, 0, 17, 50), "pattern": BlockPattern("global", block=16), "causal": True},
+    ),
+    "any mask": ({"batch": 2, "queries": 40, "keys": 40}, {"mask": some_keys(), "causal": True}),
+    "any mask, local": (
+        {"batch": 2, "queries": 40, "keys": 40},
+        {"mask": some_keys(), "pattern": local(), "causal": True},
+    ),
+    "grouped heads of any size": (
+        {"queries": 20, "keys": 33, "heads": 4, "key_heads": 2, "head": 20, "value": 40},
+        {"causal": True},
+    ),
+    "half precision": (
+        {"queries": 70, "keys": 70, "dtype": torch.float16, "head": 32, "value": 32},
+        {"tolerance": 4e-3, "causal": True, "pattern": BlockPattern("local")},
+    ),
+    "points": ({}, {"bias": points_bias(50, 50), "causal": True}),
+    "points in half precision": (
+        {"dtype": torch.float16, "head": 32, "value": 32},
+        {"tolerance": 4e-3, "bias": points_bias(50, 50)},
+    ),
+    "points, fewer queries": ({"queries": 13, "keys": 40}, {"bias": points_bias(13, 40)}),
+    "points, fewer keys": ({"queries": 40, "keys": 13}, {"bias": points_bias(40, 13), "causal": True}),
+    "points, one key": ({"queries": 3, "keys": 1}, {"bias": points_bias(3, 1)}),
+    "points on a line": ({"batch": 2}, {"bias": points_bias(50, 50, 1, batch=2, spread=0.5)}),
+    "points of eight dimensions": (
+        {"batch": 2, "heads": 2, "head": 20, "value": 40},
+        {"bias": points_bias(50, 50, 8, batch=2, spread=0.5)},
+    ),
+    "points, padding": ({"batch": 2}, {"mask": padding(50, 0, 17), "bias": points_bias(50, 50)}),
+    "points, any mask, mixed": (
+        {"batch": 2, "queries": 40, "keys": 40},
+        {"mask": some_keys(), "pattern": MIXED, "causal": True, "bias": points_bias(40, 40, batch=2)},
+    ),
+    "points of negative strength": ({}, {"bias": points_bias(50, 50, strength=-3.0)}),
+    # Differences are exact: the distance from 0 does not matter.
+    "points far from zero": ({}, {"bias": points_bias(50, 50, shift=1000.0)}),
+    # Biases of -100000: most weights are 0, some rows follow their nearest key.
+    "distant points": ({}, {"tolerance": 1e-4, "bias": points_bias(50, 50, spread=100.0)}),
+}
 
 
-def test_half_precision():
-    compare(
-        *tensors(70, 70, torch.float16, head=32, value=32),
-        tolerance=4e-3,
-        causal=True,
-        pattern=BlockPattern("local"),
-    )
-    compare(*tensors(40, 40, torch.float16, head=32, value=32), tolerance=4e-3, bias=points_bias(40, 40))
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_values_and_gradients(case):
+    shape, options = case
+    compare(*tensors(**{"queries": 50, "keys": 50, "heads": 1, **shape}), **options)
 
 
 def test_transposed_inputs_and_a_negative_scale():
     q, k, v = (tensor.transpose(1, 2) for tensor in tensors(2, 2, heads=9, key_heads=9))
     compare(q, k, v, scale=-0.3)
-
-
-@pytest.mark.parametrize(
-    ("queries", "keys", "causal"), [(37, 37, True), (13, 40, False), (40, 13, True), (3, 1, False)]
-)
-def test_locality_bias(queries, keys, causal):
-    compare(*tensors(queries, keys, heads=1), bias=points_bias(queries, keys), causal=causal)
-
-
-@pytest.mark.parametrize("size", [1, 8])
-def test_locality_bias_with_other_dimensions_and_batched_points(size):
-    options = {"heads": 2, "key_heads": 1, "head": 20, "value": 40}
-    compare(*tensors(17, 20, batch=2, **options), bias=points_bias(17, 20, size, batch=2, spread=0.5))
-
-
-def test_locality_bias_with_padding_and_patterns():
-    q, k, v = tensors(30, 30, batch=2, heads=1)
-    compare(q, k, v, mask=padding(30, 0, 17), bias=points_bias(30, 30))
-    mask = (torch.rand(2, 30, generator=torch.Generator().manual_seed(2)) > 0.5).to(DEVICE)
-    bias = points_bias(30, 30, batch=2)
-    compare(q, k, v, mask=mask, pattern=BlockPattern("mixed", block=16, window=0), causal=True, bias=bias)
-
-
-@pytest.mark.parametrize(
-    ("spread", "shift", "tolerance"),
-    [
-        (1.0, 1000.0, 1e-5),  # differences are exact: the distance from 0 does not matter
-        (100.0, 0.0, 1e-4),  # biases of -100000: most weights are 0, some rows follow their nearest key
-    ],
-)
-def test_locality_bias_of_distant_points(spread, shift, tolerance):
-    compare(*tensors(40, 40, heads=1), tolerance, bias=points_bias(40, 40, spread=spread, shift=shift))
-
-
-def test_locality_bias_with_negative_and_zero_strength():
-    q, k, v = tensors(20, 20)
-    compare(q, k, v, bias=points_bias(20, 20, strength=-3.0))
-    plain = attention(q, k, v, impl="triton")
-    assert torch.equal(attention(q, k, v, impl="triton", bias=points_bias(20, 20, strength=0.0)), plain)
 
 
 def test_nan_stays_in_its_row():
@@ -205,11 +186,18 @@ def on_gpu(queries, keys, head=64, dtype=torch.bfloat16):
     return q, k, v
 
 
-def results(out, expected, q, k, v, wide):
+def compare_on_gpu(q, k, v, relative, least=0.0, bias=None, mask=None, **options):
+    out = attention(q, k, v, bias=bias, key_mask=mask, **options)
+    options.pop("impl", None)
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    if isinstance(bias, LocalityBias):
+        bias = replace(bias, query_points=bias.query_points.double(), key_points=bias.key_points.double())
+    expected = reference(*wide, key_mask_BK=mask, bias=bias, **options)
     weight = torch.randn_like(out)
     got = (out, *torch.autograd.grad(out, (q, k, v), weight))
     right = (expected, *torch.autograd.grad(expected, wide, weight.double()))
-    return zip(got, right, strict=True)
+    for a, b in zip(got, right, strict=True):
+        assert (a.double() - b).abs().max() <= relative * max(least, b.abs().max())
 
 
 def by_index(b, h, q_index, k_index):
@@ -245,11 +233,7 @@ def test_gpu_agrees_with_the_reference(options, impl, queries, keys):
         options["bias"] = locality_bias(*(torch.rand(n, 2, device="cuda") for n in (queries, keys)))
     choice = explain(attention, q, k, v, key_mask=mask, **options)
     assert impl is None or choice.impl == impl
-    out = attention(q, k, v, key_mask=mask, **options)
-    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    expected = reference(*wide, key_mask_BK=mask, **options)
-    for a, b in results(out, expected, q, k, v, wide):
-        assert (a.double() - b).abs().max() <= 4 * torch.finfo(torch.bfloat16).eps * b.abs().max()
+    compare_on_gpu(q, k, v, 4 * torch.finfo(torch.bfloat16).eps, mask=mask, **options)
 
 
 @gpu
@@ -269,13 +253,9 @@ def test_locality_bias_on_a_gpu(head, spread, shift, dtype):
     q, k, v = on_gpu(200, 333, head, dtype)
     t = torch.rand(200, 2, device="cuda") * spread + shift
     s = (torch.rand(333, 2, device="cuda") * spread)[None].repeat(2, 1, 1) + shift
-    out = attention(q, k, v, bias=locality_bias(t, s), impl="triton")
-    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    expected = reference(*wide, bias=locality_bias(t.double(), s.double()))
     # In half precision the factors of products are rounded; a bias of -b is rounded by b / 2^24 in any.
     relative = 4 * torch.finfo(dtype).eps + 4 * torch.finfo(torch.float32).eps * spread
-    for a, b in results(out, expected, q, k, v, wide):
-        assert (a.double() - b).abs().max() <= relative * max(1.0, b.abs().max())
+    compare_on_gpu(q, k, v, relative, 1.0, bias=locality_bias(t, s), impl="triton")
 
 
 @gpu

@@ -86,18 +86,15 @@ def test_lower_precision_rounds_slope_and_result_once(dtype, impl):
     # The interpreter truncates to bfloat16 where a GPU rounds; float32 is also summed in float32.
     tolerance = 4 * torch.finfo(dtype).eps
     found = results(impl, (1, 24, 3, 5), dtype)
+    if impl == "triton":  # fires at the same steps as plain torch
+        plain = results("chunked", (1, 24, 3, 5), dtype)
+        assert all(torch.equal(found[name], plain[name]) for name in ("spikes", "membrane"))
     right = results("reference", (1, 24, 3, 5), dtype, exact=True)
     assert torch.equal(found["spikes"].double(), right["spikes"])
     assert found["spikes"].dtype == found["drive"].dtype == found["initial"].dtype == dtype
     assert found["membrane"].dtype == torch.float32
     for name, each in found.items():
         assert relative_error(each, right[name]) < tolerance, name
-
-
-def test_the_kernel_fires_at_the_same_steps_as_plain_torch():
-    one, two = (results(impl, (2, 24, 40), torch.float32) for impl in FAST)
-    assert torch.equal(one["spikes"], two["spikes"])
-    assert torch.equal(one["membrane"], two["membrane"])
 
 
 @pytest.mark.parametrize("impl", ["reference", *FAST])

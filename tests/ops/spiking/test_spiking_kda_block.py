@@ -121,15 +121,6 @@ def test_tokens_are_dropped_in_training_only_by_seed():
     torch.testing.assert_close(made(x, dropped=mask)[0], outputs[0])
 
 
-def test_a_dropped_token_leaves_the_memory_bitwise_unchanged():
-    made, x = block(), tokens(1, 8)
-    _, before = made(x)
-    _, after = made(tokens(1, 3, seed=9), before, dropped=torch.ones(1, 3, dtype=torch.bool))
-    assert torch.equal(after.memory, before.memory)
-    assert torch.equal(after.output, before.output)
-    assert not torch.equal(after.membrane, before.membrane)  # the neurons integrate it
-
-
 def test_a_head_that_never_fires_adds_nothing():
     made = block(threshold=1e6)
     x = tokens(1, 8)

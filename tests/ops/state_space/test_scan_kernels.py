@@ -38,22 +38,18 @@ def test_values_and_gradients(direction, own_x, shape, programs, monkeypatch):
     assert worst_error(found, right) < 3e-6
 
 
-def test_optional_inputs_may_be_omitted(monkeypatch):
-    given = {**inputs(1, 5, 3, 2), "D": None, "z": None, "delta_bias": None}
-    right, found = both_of(given, 1024, monkeypatch, delta_softplus=False)
-    assert worst_error(found, right) < 3e-6
-
-
-def test_half_precision_is_rounded_only_at_the_ends(monkeypatch):
-    right, found = both_of(inputs(1, 5, 3, 2), 1, monkeypatch, dtype=HALF)
-    assert worst_error(found, right) < 2 * torch.finfo(HALF).eps
-
-
-def test_several_blocks_of_channels(monkeypatch):
-    tile = autograd.StateTile(channels=2, n=2, warps=1)
-    monkeypatch.setattr(autograd, "state_tile", lambda d, n: tile)
-    right, found = both_of(inputs(1, 5, 3, 2), 1, monkeypatch)
-    assert worst_error(found, right) < 3e-6
+@pytest.mark.parametrize("case", ["without optional inputs", "half precision", "blocks of channels"])
+def test_a_small_scan(case, monkeypatch):
+    given, dtype, options = inputs(1, 5, 3, 2), torch.float32, {}
+    if case == "without optional inputs":
+        given, options = {**given, "D": None, "z": None, "delta_bias": None}, {"delta_softplus": False}
+    elif case == "half precision":
+        dtype = HALF
+    else:
+        tile = autograd.StateTile(channels=2, n=2, warps=1)
+        monkeypatch.setattr(autograd, "state_tile", lambda d, n: tile)
+    right, found = both_of(given, ONE_SEGMENT, monkeypatch, dtype=dtype, **options)
+    assert worst_error(found, right) < max(3e-6, 2 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("name", ["x", "B", "delta_bias"])
