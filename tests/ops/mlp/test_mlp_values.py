@@ -121,10 +121,9 @@ def test_under_autocast_products_are_in_bfloat16_and_gradients_in_the_dtype_of_w
 def test_everything_that_a_callable_trains_is_found():
     module, scale = NormalisedGated().double(), torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
     hidden = {"weight": torch.randn(12, 4, dtype=torch.float64, requires_grad=True)}
-    computed = scale.exp()  # passes its gradient on
 
     def function(x):
-        return module(x) * computed @ hidden["weight"]
+        return module(x) * scale @ hidden["weight"]
 
     x = tokens(2, 5, 12)
     inputs = [x, scale, hidden["weight"], *module.parameters()]
@@ -158,6 +157,17 @@ def test_a_hook_of_a_parameter_sees_its_whole_gradient_once(how):
     whole().sum().backward()
     assert calls == [1]
     assert_same([weight.grad], [2 * x.detach().sum(0)[:, None].expand(12, 4)])
+
+
+def test_a_computed_tensor_passes_its_gradient_on():
+    weight = torch.randn(12, 4, dtype=torch.float64, requires_grad=True)
+    x = tokens(5, 12)
+
+    def run(tiled):
+        computed = weight.exp()
+        return tiled_mlp(lambda x: x @ computed, x, tile=2) if tiled else x @ computed
+
+    assert_same(results(lambda: run(True), [x, weight]), results(lambda: run(False), [x, weight]))
 
 
 def test_a_parameter_used_twice_gets_one_whole_gradient_and_an_unused_one_none():

@@ -4,12 +4,14 @@ import pytest
 import torch
 from kernel_device import DEVICE
 from nsa_inputs import NAMES, ODD, SMALL, assert_close, call, inputs, learned
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from oomph.errors import ArgumentError
 from oomph.ops.common import TileConfig
 from oomph.ops.sparse_attention import autograd, chunked, nsa, selection
 from oomph.ops.sparse_attention.arguments import NSAConfig, compress_keys_and_values
 from oomph.ops.sparse_attention.reference import reference, select_blocks
+from oomph.units import KiB
 
 pytest.importorskip("triton")
 DEFAULT = {"block_size": 64, "compress_block": 32, "compress_stride": 16, "top_n": 16, "window": 512}
@@ -88,7 +90,19 @@ def test_blocks_are_selected_by_importance_then_by_index(max_row, monkeypatch):
     assert values == sorted(values, reverse=True)
 
 
-# The last ones: the compiler takes more than the 227 KiB of shared memory on sm_90.
+def test_gradient_of_a_gate_alone():
+    tensors, grad = inputs(20, heads=1, key_heads=1, dtype=torch.float32, device=DEVICE)
+    tensors[4].requires_grad_()
+    out = nsa(*tensors, compress="mean", impl="triton", **SMALL)
+    (got,) = torch.autograd.grad(out, tensors[4], grad)
+    wide = [x.detach().double() for x in tensors]
+    wide[4].requires_grad_()
+    expected = nsa(*wide, compress="mean", impl="reference", **SMALL)
+    torch.testing.assert_close(
+        got.double(), torch.autograd.grad(expected, wide[4], grad.double())[0], rtol=0, atol=1e-5
+    )
+
+
 @pytest.mark.parametrize(
     ("shape", "options", "reason"),
     [
@@ -96,20 +110,44 @@ def test_blocks_are_selected_by_importance_then_by_index(max_row, monkeypatch):
         ({"heads": 65, "key_heads": 1, "dtype": torch.float32}, {}, "groups of more than 64"),
         ({"dtype": torch.float64}, {}, "no float64 kernel"),
         ({"dtype": torch.float32}, {"compress_block": 68}, "compressed blocks of more than 16 strides"),
-        ({"width": 256, "dtype": torch.float32}, {"block_size": 256}, "blocks of 256 keys .* do not fit"),
-        (
-            {"heads": 64, "key_heads": 1, "width": 32, "dtype": torch.float32},
-            {"block_size": 512},
-            "do not fit",
-        ),
-        ({"width": 128, "dtype": torch.float16}, {"compress_stride": 2, "block_size": 64}, "do not fit"),
     ],
 )
-def test_unsupported_calls_are_refused_with_the_reason(shape, options, reason, monkeypatch):
-    monkeypatch.undo()  # the tiles of a GPU
+def test_unsupported_calls_are_refused_with_the_reason(shape, options, reason):
     tensors, _ = inputs(20, device=DEVICE, **shape)
     with pytest.raises(ArgumentError, match=reason):
         nsa(*tensors, compress="mean", impl="triton", **{**SMALL, **options})
+
+
+# Shared memory (KiB) that the compiler takes on sm_90 for the largest selected_* kernel and block_importance.
+@pytest.mark.parametrize(
+    ("width", "group", "dtype", "options", "selected_KiB", "importance_KiB"),
+    [
+        (128, 4, torch.bfloat16, {}, 104.75, 94),
+        (128, 4, torch.bfloat16, {"block_size": 256}, 200.75, 170),
+        (256, 4, torch.bfloat16, {}, 128, 113),
+        (256, 4, torch.bfloat16, {"block_size": 128}, 192, 177),
+        (256, 4, torch.bfloat16, {"block_size": 256}, 320, 305),
+        (256, 4, torch.float32, {}, 164, 96),
+        (32, 64, torch.float32, {"block_size": 512}, 272, 72),
+        (128, 4, torch.bfloat16, {"compress_block": 256}, 104.75, 186),
+        (128, 4, torch.bfloat16, {"compress_stride": 4}, 104.75, 218),
+        (128, 4, torch.bfloat16, {"compress_stride": 2, "compress_block": 4}, 104.75, 298),
+    ],
+)
+def test_kernels_run_only_where_they_fit_into_shared_memory(
+    width, group, dtype, options, selected_KiB, importance_KiB, monkeypatch
+):
+    monkeypatch.undo()  # the tiles of a GPU
+    config = NSAConfig(**{**DEFAULT, "scale": 1.0, **options})
+    for estimate, taken in (
+        (selection.selected_shared_bytes(dtype, width, group, config), selected_KiB),
+        (selection.importance_shared_bytes(dtype, width, group, config), importance_KiB),
+    ):
+        assert -16 <= taken - estimate / KiB <= 10
+    with FakeTensorMode():
+        q, k = (torch.empty(1, 1, heads, width, device="cuda") for heads in (group, 1))
+    reason = autograd.why_not_kernels(q, k, dtype, config)
+    assert (reason is None) == (max(selected_KiB, importance_KiB) <= 227)
 
 
 # On a real GPU

@@ -29,7 +29,7 @@ def by_formula(block, h):
     return block.out_proj(total * F.silu(z))
 
 
-@pytest.mark.parametrize(("length", "d_conv"), [(0, 4), (1, 4), (40, 4), (7, 1)])
+@pytest.mark.parametrize(("length", "d_conv"), [(1, 4), (3, 4), (40, 4), (7, 1)])
 def test_values_and_gradients_are_those_of_the_formula(length, d_conv):
     torch.manual_seed(0)
     block = BidirectionalMamba(6, d_state=3, d_conv=d_conv, chunk_size=16).double()
@@ -55,3 +55,9 @@ def test_initialisation_is_that_of_mamba():
     assert delta.max() <= 0.1 * 1.001
     assert delta.log().std() > 1  # uniform over two decades: 1.33
     assert block.dt_proj.abs().max() <= 4**-0.5
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 8), (2, 0, 8)])
+def test_no_rows_or_tokens(shape):
+    y = BidirectionalMamba(8)(torch.zeros(shape))
+    assert y.shape == shape

@@ -338,7 +338,8 @@ def _run_per_sequence(a: KDAArguments, choice: common.Choice) -> tuple[Tensor, T
 
     def run(inputs: Sequence[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
         if mode == "scan":
-            return dense_scan(*inputs, state, a.scale, a.memory_chunk_size or 64)
+            size = a.memory_chunk_size or 64
+            return dense_scan(*inputs, initial_state=state, scale=a.scale, memory_chunk_size=size)
         if mode == "chunked":
             size = choice.settings["segment_tokens"]
             return chunked.chunked_kda(inputs, state, a.state_dtype, a.scale, size)

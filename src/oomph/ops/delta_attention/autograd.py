@@ -315,14 +315,14 @@ class KDALauncher:
         `chunk_states`, which gets the state before every chunk, and u becomes v_new.
         """
         o, after, final = outputs
-        products = {"state_products": 2 + (o is not None), "value_products": int(o is not None)}
+        cost = self._cost(segment, state_products=2 + (o is not None), value_products=int(o is not None))
         self._launch_states(
             "forward_states",
             segment,
             (self.w, self.kg, self.qg, self.u, self.Aqk, self.decay, o, chunk_states, self.initial_state),
             (before, after, final),
             _FORWARD_TILE,
-            self._cost(segment, **products),
+            cost,
             HAS_INITIAL=self.initial_state is not None,
             OUTPUT=o is not None,
         )
@@ -531,4 +531,6 @@ class _TritonKDA(OpFunction):
         refuse_second_derivatives("kda")
         *inputs, initial_state, segment_states = ctx.saved_tensors
         launcher = KDALauncher(inputs, initial_state, ctx.scale, ctx.sizes)
-        return *launcher.backward(segment_states, *grads, ctx.needs_input_grad[:6]), None, None, None
+        grad_o, grad_final = grads
+        made = launcher.backward(segment_states, grad_o, grad_final, ctx.needs_input_grad[:6])
+        return *made, None, None, None

@@ -39,6 +39,7 @@ def dense_scan(
     v: Tensor,
     log_alpha: Tensor,
     beta: Tensor,
+    *,
     initial_state: Tensor,
     scale: float,
     memory_chunk_size: int,

@@ -90,7 +90,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> None:
         raise ArgumentError(f"q and k must have one head size, at least 1; {given}; {valid}")
     if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
         raise ArgumentError(f"query heads are not a multiple of key/value heads; {given}; {valid}")
-    common.check_shape(q.shape[:3], **named)
+    common.check_shape(q.shape[:3], "", **named)
     if len({matmul_dtype(x) for x in (q, k, v)}) > 1:
         common.check_same_dtype(q=q, k=k, v=v)
 

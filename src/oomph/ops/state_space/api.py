@@ -79,18 +79,19 @@ def selective_scan(
     choice = common.log_choice("selective_scan", _choose(**locals()))
     tensors = (x, delta, A, B, C, D, z, delta_bias)
     if choice.impl == "reference":
-        wide = (None if each is None else each.to(common.state_dtype(*tensors)) for each in tensors)
+        wide: Any = (None if each is None else each.to(common.state_dtype(*tensors)) for each in tensors)
         with common.no_autocast(x):
-            return reference.selective_scan(*wide, delta_softplus, direction).to(x.dtype)  # type: ignore[arg-type]
+            y_wide = reference.selective_scan(*wide, delta_softplus=delta_softplus, direction=direction)
+        return y_wide.to(x.dtype)
     inputs = ScanInputs(*tensors)
     if direction != "both":  # a leading dimension of directions; z has none
         inputs = ScanInputs(*(None if each is None else each.unsqueeze(0) for each in tensors))._replace(z=z)
     elif x.dim() == 3:
         inputs = inputs._replace(x=x.unsqueeze(0))
     needs_grad = any(each is not None and each.requires_grad for each in tensors)
+    directions, batch, length, d = inputs.delta.shape
     scan = Scan(
-        *inputs.delta.shape,
-        inputs.A.shape[2],
+        *(directions, batch, length, d, inputs.A.shape[2]),
         reverse_first=direction == "backward",
         softplus=delta_softplus,
         chunk=choice.settings["chunk_size"],
