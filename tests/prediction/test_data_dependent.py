@@ -390,11 +390,15 @@ def test_the_best_nodes_of_each_graph_are_as_many_as_their_share():
     """As graph pooling selects them, by where the nodes of each graph begin: at 0 and at sums of guesses."""
     scores = nn.Linear(8, 1, device="cuda")(torch.randn(100, 8, device="cuda")).view(-1)
     graph = torch.arange(4, device="cuda").repeat_interleave(torch.tensor([30, 10, 40, 20], device="cuda"))
-    for kept in (50, 26):  # 15 + 5 + 20 + 10, 8 + 3 + 10 + 5
+    for kept in (50, 26, 14):  # 15 + 5 + 20 + 10, 8 + 3 + 10 + 5, 4 + 2 + 5 + 3
         nodes = torch.zeros(4, dtype=torch.long, device="cuda").scatter_add_(0, graph, torch.ones_like(graph))
         order = scores.argsort(descending=True)
         by_graph, stable = graph[order].sort(stable=True)
         first = torch.cat([nodes.new_zeros(1), nodes.cumsum(0)])
+        if kept == 14:
+            first = nodes.new_empty(5)
+            first[:1] = 0
+            torch.cumsum(nodes, 0, out=first[1:])
         position = torch.arange(len(graph), device="cuda") - first[by_graph]
         best = order[stable[position < (nodes.float() * 0.5).ceil().long()[by_graph]]]
         scores, graph = scores[best], graph[best]

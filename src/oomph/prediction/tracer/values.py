@@ -493,8 +493,9 @@ class Values:
         out = call.kwargs["out"]
         inputs = [self.of(tensor) for tensor in given if tensor is not out]
         follows = isinstance(out, FakeTensor) and self.of(out).whole and all(map(_is_small, given))
-        known = all(entry.known and entry.whole for entry in inputs)
-        if not follows or not known or not self._store_computed(call, results, known=True):
+        follows = follows and all(entry.whole for entry in inputs)
+        known = all(entry.known for entry in inputs)
+        if not follows or not self._store_computed(call, results, known=known):
             self.invalidate(call)
 
     def _propagate_scatter(self, call: OpCall, result: torch.Tensor) -> None:
