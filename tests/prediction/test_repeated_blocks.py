@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import oomph
 from oomph.prediction import isolation
@@ -54,6 +55,12 @@ class Checkpointed(Model):
         return checkpoint(block, x, use_reentrant=False)
 
 
+class CountedLayer(LlamaDecoderLayer):
+    def forward(self, *args, **kwargs):
+        traced.value += 1
+        return super().forward(*args, **kwargs)
+
+
 def train(model, batches=1, steps=2, autocast=False):
     model.cuda()
     optimizer = torch.optim.SGD(model.parameters())
@@ -82,11 +89,18 @@ def several_models():
 
 
 def with_cache():
-    """The cache of keys dies with the model's output, before the backward pass."""
+    """The cache of keys dies with the model's output, before the backward pass. In a generation it grows."""
     sizes = {"hidden_size": WIDTH, "intermediate_size": 64, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=50, num_hidden_layers=BLOCKS, **sizes)
     model = LlamaForCausalLM(config).cuda()
+    for layer in model.model.layers:
+        layer.__class__ = CountedLayer
     ids = torch.zeros(4, 16, dtype=torch.int64, device="cuda")
+    with torch.no_grad():
+        out = model(input_ids=ids)
+        for _ in range(3):
+            out = model(input_ids=ids[:, :1], past_key_values=out.past_key_values)
+    del out
     with torch.autocast("cuda", torch.bfloat16):
         loss = model(input_ids=ids, labels=ids).loss
     loss.backward()

@@ -9,6 +9,9 @@ and the last may differ: what comes before and after them does.) In later passes
 the second allocates and frees what it did in the pass before. Where something is not as expected, all blocks
 are traced; if some were repeated already, the program runs again in a fresh process.
 
+Without gradients, as where a model generates tokens, nothing follows the forward pass: there the last block
+but one is repeated, too. What a cache of keys held before is freed where the second block freed its own.
+
 Evaluation loops and gradient accumulation call a model many times with the same shapes, as does, without
 gradients, a module that samples from it. Where as much memory is in use as before the last traced calls, a
 further call would allocate and free exactly what those did: only its results are made. With gradients
@@ -144,6 +147,10 @@ def _inside(text: str, path: str, now: str = "") -> str:
 _OUTPUT = object()
 
 
+def _nothing() -> None:
+    return None
+
+
 class _Pass:
     """One forward pass over the blocks of a container, and the backward pass that belongs to it."""
 
@@ -152,6 +159,8 @@ class _Pass:
         self.situation: Any = None
         self.node = -1  # the number of autograd's, of the output of the block before
         self.sequence = 0  # of the node that autograd would have made next
+        self.with_grad = True
+        self.output: Callable[[], Any] = _nothing  # of the block before, if there are no gradients
         self.is_traced = False  # all of it
         self.repeated = 0
         self.holds_input = False  # each block, for backward
@@ -242,7 +251,8 @@ class RepeatedBlocks:
             self._give_up(one)
         if one.is_traced:  # not inside of `except`: an error of the program would show both tracebacks
             return forward(module, *args, **kwargs)
-        if one.is_verified and one.position < len(siblings) - 2 and input is not None:
+        last_traced = 2 if one.with_grad else 1  # blocks, the last among them
+        if one.is_verified and one.position < len(siblings) - last_traced and input is not None:
             try:
                 with disable_torch_function():
                     return self._repeat(one, module, path, input, args, kwargs)
@@ -261,14 +271,16 @@ class RepeatedBlocks:
         """The input of the block, of which it computes a gradient; None of the first block."""
         if one.position >= len(siblings) or module is not siblings[one.position]:
             raise _NotRepeatable
-        if not torch.is_grad_enabled():
+        if one.position == 0:
+            one.with_grad = torch.is_grad_enabled()
+        if one.with_grad != torch.is_grad_enabled():
             raise _NotRepeatable
         if one.position == 0:
             _check_not_shared(siblings)
             return None
         inputs: list[torch.Tensor] = []
         autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
-        arguments = tuple(self._described_arguments((args, kwargs), inputs))
+        arguments = tuple(self._described_arguments((args, kwargs), inputs, one.output()))
         situation = arguments, _signature(module), autocast, self._tracer.work.counting
         if len(inputs) != 1 or self._tracer.recorder.allocation_of(inputs[0]) is None:
             raise _NotRepeatable
@@ -276,6 +288,8 @@ class RepeatedBlocks:
             one.situation = situation
         elif not _same_situation(one.situation, situation, module):
             raise _NotRepeatable
+        if not one.with_grad:
+            return inputs[0]
         node = inputs[0].grad_fn
         if node is None or sequence_nr(node) != one.node:
             raise _NotRepeatable
@@ -285,9 +299,10 @@ class RepeatedBlocks:
             raise _NotRepeatable
         return inputs[0]
 
-    def _described_arguments(self, value: Any, inputs: list[torch.Tensor]) -> Iterator[Any]:
+    def _described_arguments(self, value: Any, inputs: list[torch.Tensor], output: Any) -> Iterator[Any]:
+        """`output`: of the block before, where it computes no gradient."""
         if isinstance(value, torch.Tensor):
-            if not isinstance(value, FakeTensor) or not value.requires_grad:
+            if value is not output and not (isinstance(value, FakeTensor) and value.requires_grad):
                 yield "same", id(value), _Layout.of(value), _id(self._tracer.recorder.allocation_of(value))
             elif value.dtype.is_floating_point and value not in self._tracer.values:
                 inputs.append(value)
@@ -297,14 +312,14 @@ class RepeatedBlocks:
         elif isinstance(value, tuple) or type(value) in (list, dict):
             yield type(value), tuple(value) if isinstance(value, dict) else len(value)
             for part in value.values() if isinstance(value, dict) else value:
-                yield from self._described_arguments(part, inputs)
+                yield from self._described_arguments(part, inputs, output)
         elif isinstance(value, _PLAIN):
             yield value
         elif _is_cache(value):
             yield id(value)
         elif getattr(getattr(type(value), "__dataclass_params__", None), "frozen", False):
             for one in dataclasses.fields(value):
-                yield from self._described_arguments(getattr(value, one.name), inputs)
+                yield from self._described_arguments(getattr(value, one.name), inputs, output)
         else:
             raise _NotRepeatable
 
@@ -322,6 +337,9 @@ class RepeatedBlocks:
         first_event, first = len(recorder.events), len(recorder.allocations)
         kernels, calls = tracer.work.mark(), tracer.modules.completed
         state = self._state()
+        cached = None if one.with_grad else _cached_tensors(_cache_layer(module, args, kwargs))
+        before = {_id(recorder.allocation_of(each)): index for index, each in enumerate(cached or ())}
+        del cached  # which the call may free
         out = forward(module, *args, **kwargs)
         last_event, last = len(recorder.events), len(recorder.allocations)
         try:
@@ -335,6 +353,7 @@ class RepeatedBlocks:
             traced.input = _id(recorder.allocation_of(input))
             names: dict[int, Ref] = {id: ("new", id - first) for id in range(first, last)}
             names |= self._names_outside(traced)
+            names |= {id: ("cached", index) for id, index in before.items()}
             steps = _steps(recorder.events[first_event:last_event], recorder.allocations, names)
             found = _Forward(path, steps, _alive(steps), kernels.until_now(), (calls, calls))
             found.output = _id(recorder.allocation_of(tensor)) - first
@@ -343,9 +362,12 @@ class RepeatedBlocks:
             found.cached = self._cached(module, args, kwargs, first)
             traced.alive = frozenset(first + index for index in found.alive if index != found.output)
             traced.cached = frozenset(first + index for index, _ in found.cached.values())
+            if not one.with_grad and traced.alive != traced.cached:  # something else holds what it made
+                raise _NotRepeatable
         except Exception:
             found = None
-        if found is None or any(isinstance(step, _Freed) and step.ref[0] != "new" for step in found.steps):
+        freed = () if found is None else [step.ref[0] for step in found.steps if isinstance(step, _Freed)]
+        if found is None or not {"new", "cached"}.issuperset(freed):
             self._give_up(one)
             return out
         if one.position == 1:
@@ -364,13 +386,17 @@ class RepeatedBlocks:
         return out
 
     def _await_backward(self, traced: _TracedBlock, output: Any) -> None:
-        output.grad_fn.register_prehook(functools.partial(self._begin_backward, traced))
+        if traced.of.with_grad:
+            output.grad_fn.register_prehook(functools.partial(self._begin_backward, traced))
         self._advance(traced.of, output)
 
     def _advance(self, one: _Pass, output: torch.Tensor) -> None:
-        assert output.grad_fn is not None
-        one.node, one.sequence = sequence_nr(output.grad_fn), get_sequence_nr()
         one.position += 1
+        if one.with_grad:
+            assert output.grad_fn is not None
+            one.node, one.sequence = sequence_nr(output.grad_fn), get_sequence_nr()
+        else:
+            one.output = weakref.ref(output)
 
     def _state(self) -> Any:
         """What a block may advance unseen."""
@@ -390,7 +416,8 @@ class RepeatedBlocks:
             raise _NotRepeatable
         if _storage_uses(tensor) != self._use_count_of_owned:  # saved for backward, or a view
             raise _NotRepeatable
-        if tensor.grad_fn is None or sequence_nr(tensor.grad_fn) != get_sequence_nr() - 1:
+        node = tensor.grad_fn
+        if torch.is_grad_enabled() and (node is None or sequence_nr(node) != get_sequence_nr() - 1):
             raise _NotRepeatable
         layout = _Layout.of(tensor)
         if self.make(layout).untyped_storage().nbytes() != allocation.bytes:
@@ -432,7 +459,7 @@ class RepeatedBlocks:
     ) -> Any:
         forward = one.forward
         assert forward is not None
-        if not one.repeated:
+        if not one.repeated and one.with_grad:
             if one.position > 2:  # by now the program has let go of the inputs of blocks before
                 one.holds_input = self._tracer.recorder.is_alive(forward.input)
             for id, storage in self._tracer.recorder.live_storages():
@@ -442,9 +469,17 @@ class RepeatedBlocks:
         one.blocks.add(block)
         one.repeated += 1
         self._tracer.blocks_repeated = True
-        tensor = _RepeatedNode.apply(input, block, forward)
         layer = _cache_layer(module, args, kwargs) if forward.cached else None
-        if layer is not None:
+        if one.with_grad:
+            tensor = _RepeatedNode.apply(input, block, forward)
+        else:
+            block.freed = [each.untyped_storage() for each in _cached_tensors(layer)]
+            with self._tracer.lock:
+                tensor = block.run_forward(forward, input)
+            block.freed.clear()
+        if forward.cached:
+            if layer is None:
+                layer = _new_cache_layer(module, args, kwargs)
             example = _cache_layer_before(module, args, kwargs)
             vars(layer).update({**vars(example), **block.cached})
         block.cached = {}  # the cache alone holds them
@@ -580,6 +615,7 @@ class _RepeatedBlock:
         self._ids: dict[Ref, int] = {}  # of its forward pass, until the backward pass
         self.held: dict[Ref, torch.UntypedStorage] = {}
         self.cached: dict[str, FakeTensor] = {}
+        self.freed: list[torch.UntypedStorage] = []  # what the cache held before, without gradients
 
     def _tensors(self) -> dict[Ref, int]:
         recorder = self._tracer.recorder
@@ -589,6 +625,8 @@ class _RepeatedBlock:
     def run_forward(self, forward: _Forward, input: torch.Tensor) -> FakeTensor:
         ids = self._tensors()
         ids["input", 0] = _id(self._tracer.recorder.allocation_of(input))
+        allocation_of = self._tracer.recorder.allocation_of_storage
+        ids |= {("cached", index): _id(allocation_of(each)) for index, each in enumerate(self.freed)}
         made = {forward.output: self._blocks.make(forward.layout)}
         made |= {index: self._blocks.make(layout) for index, layout in forward.cached.values()}
         self._record(forward, ids, made)
@@ -672,6 +710,8 @@ class _RepeatedBlock:
             elif isinstance(step, _Freed):
                 if step.ref[0] == "gradient" and gradient is not None:
                     recorder.release(gradient.untyped_storage())
+                elif step.ref[0] == "cached":
+                    recorder.release(self.freed[step.ref[1]])
                 elif step.ref[0] == "new":
                     recorder.record_free(recorder.allocations[ids[step.ref]])
                 else:
@@ -778,13 +818,21 @@ def _layers_of_cache(module: nn.Module, args: Any, kwargs: Any) -> tuple[list[An
 
 
 def _cache_layer(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    found = _layers_of_cache(module, args, kwargs)
-    if found is None:
-        return None
-    layers, index = found
-    if index == len(layers) and index > 0:
-        layers.append(object.__new__(type(layers[index - 1])))
+    layers, index = _layers_of_cache(module, args, kwargs) or ([], 0)
     return layers[index] if index < len(layers) else None
+
+
+def _new_cache_layer(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    layers, index = _layers_of_cache(module, args, kwargs) or ([], 0)
+    if index != len(layers) or index == 0:
+        raise _NotRepeatable
+    layers.append(object.__new__(type(layers[index - 1])))
+    return layers[index]
+
+
+def _cached_tensors(layer: Any) -> list[FakeTensor]:
+    state = {} if layer is None else vars(layer)
+    return [state[name] for name in sorted(state) if isinstance(state[name], FakeTensor)]
 
 
 def _cache_layer_before(module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -158,7 +158,10 @@ class AllocationRecorder:
             return self.is_on_gpu(sparse_parts(tensor)[-1])
 
     def allocation_of(self, tensor: torch.Tensor) -> PendingAllocation | None:
-        entry = self._storages.get(storage_id(sparse_parts(tensor)[-1].untyped_storage()))
+        return self.allocation_of_storage(sparse_parts(tensor)[-1].untyped_storage())
+
+    def allocation_of_storage(self, storage: torch.UntypedStorage) -> PendingAllocation | None:
+        entry = self._storages.get(storage_id(storage))
         return entry[0] if entry else None
 
     def allocations_of(self, tensor: torch.Tensor) -> Iterator[PendingAllocation]:
