@@ -12,7 +12,7 @@ from torch import nn
 
 import oomph
 from oomph.errors import ProgramError
-from oomph.prediction.tracer.values import DATA_DEPENDENT_RESULTS
+from oomph.prediction.tracer.values import DATA_DEPENDENT_RESULTS, Assumptions, assuming
 
 aten = torch.ops.aten
 in_process = pytest.mark.usefixtures("in_process")
@@ -227,6 +227,22 @@ def test_elements_that_an_unknown_mask_selects_are_distinct(size):
     mask = torch.zeros_like(scores, dtype=torch.bool)
     mask[chosen] = True
     assert torch.where(mask)[0].shape == (64,)
+
+
+@pytest.mark.parametrize("sizes", ["fewest", "typical", "most"])
+@in_process
+def test_an_unknown_mask_that_is_written_into_another_selects_as_many_there(sizes):
+    """Detectors keep some of the anchors that lie in a box, and select them by both masks."""
+
+    def program():
+        scores = nn.Linear(8, 1, device="cuda")(torch.randn(1000, 8, device="cuda"))[:, 0]
+        inside = torch.arange(1000, device="cuda") % 4 == 0
+        chosen = scores[inside] > 0
+        inside[inside.clone()] = chosen
+        assert scores[inside].shape == scores[: len(chosen)][chosen].shape
+
+    with assuming(Assumptions(sizes=sizes)):
+        oomph.predict(program)
 
 
 @in_trace()

@@ -158,6 +158,10 @@ class Assumptions:
     sizes: Literal["fewest", "typical", "most"] = "typical"
     most: float = 3.0
 
+    def size(self, typical: int, most: int, fewest: int = 1) -> int:
+        most = min(most, math.ceil(self.most * typical))
+        return {"fewest": min(fewest, typical), "typical": typical, "most": most}[self.sizes]
+
 
 _NO_ASSUMPTIONS = Assumptions()
 _assumptions: ContextVar[Assumptions] = ContextVar("assumptions", default=_NO_ASSUMPTIONS)
@@ -557,9 +561,13 @@ class Values:
         def real(tensor: torch.Tensor) -> torch.Tensor:
             if call.func in _FACTORIES_LIKE and not written:  # its values are not asked for
                 return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-            values = self.whole(tensor)
-            if self.of(tensor).whole:
+            values, entry = self.whole(tensor), self.of(tensor)
+            if entry.whole:
                 return values
+            if call.func in _SCATTERS and tensor.dim() and _is_unsure(entry):  # as nonzero selects
+                typical = _typical_rows(tensor, entry)
+                rows = self._assumptions.size(typical, min(tensor.numel(), 2 * typical))
+                return _spread_mask(tensor.shape, rows)
             return values.clone(memory_format=torch.contiguous_format)  # one number, expanded
 
         try:
@@ -784,6 +792,25 @@ def _is_unsure(entry: Representative) -> bool:
     return not entry.known and values.dtype == torch.bool and bool(values.all()) == bool(values.any())
 
 
+def _typical_rows(mask: torch.Tensor, found: Representative) -> int:
+    """How many elements an unknown mask selects."""
+    typical = math.ceil(mask.numel() * _fraction(found))
+    if mask.dim() > 1 and typical >= _SEVERAL * len(mask):
+        # As many in every row: programs give what they select a shape again, by x[mask].view(len(x), -1).
+        typical = len(mask) * math.ceil(typical / len(mask))
+    return typical
+
+
+def _spread_positions(elements: int, chosen: int) -> torch.Tensor:
+    return torch.arange(chosen) * elements // max(chosen, 1)
+
+
+def _spread_mask(shape: Sequence[int], chosen: int) -> torch.Tensor:
+    mask = torch.zeros(math.prod(shape), dtype=torch.bool)
+    mask[_spread_positions(len(mask), chosen)] = True
+    return mask.view(shape)
+
+
 def _mean(entry: Representative) -> float:
     return _fraction(entry) if entry.values.dtype == torch.bool else float(entry.values.double().mean())
 
@@ -914,8 +941,7 @@ class ValueEstimates:
         if fewest >= most:
             return typical
         self.sizes_assumed = True
-        most = min(most, math.ceil(self._assumptions.most * typical))
-        size = {"fewest": min(fewest, typical), "typical": typical, "most": most}[self._assumptions.sizes]
+        size = self._assumptions.size(typical, most, fewest)
         self._note(
             f"the size of the result of {op} depends on values: {size:,} of at most {most:,} is assumed"
         )
@@ -1018,10 +1044,7 @@ class ValueEstimates:
             self.sizes_assumed = True
             self._note(f"the size of the result of {op} depends on values: {count:,} is assumed")
             return count
-        typical = math.ceil(elements * _fraction(found))
-        if mask.dim() > 1 and typical >= _SEVERAL * len(mask):
-            # As many in every row: programs give what they select a shape again, by x[mask].view(len(x), -1).
-            typical = len(mask) * math.ceil(typical / len(mask))
+        typical = _typical_rows(mask, found)
         if found.known:
             spread = 0 if typical in (0, elements) else 3 * math.isqrt(elements)
             return self._size(op, typical, min(elements, typical + spread), max(0, typical - spread))
@@ -1039,7 +1062,7 @@ class ValueEstimates:
     def _spread_evenly(self, indices: torch.Tensor, *shape: int) -> torch.Tensor:
         """Guess which elements of a tensor of this shape were selected: none twice."""
         if indices.numel() and _is_small(indices):
-            positions = torch.arange(len(indices)) * math.prod(shape) // len(indices)
+            positions = _spread_positions(math.prod(shape), len(indices))
             each = torch.unravel_index(positions, shape)
             self._values.set(indices, torch.stack(each, 1).view(indices.shape), known=False)
         return indices
