@@ -79,10 +79,12 @@ def selective_scan(
     choice = common.log_choice("selective_scan", _choose(**locals()))
     tensors = (x, delta, A, B, C, D, z, delta_bias)
     if choice.impl == "reference":
-        wide: Any = (None if each is None else each.to(common.state_dtype(*tensors)) for each in tensors)
+        wide: list[Any] = [
+            None if each is None else each.to(common.state_dtype(*tensors)) for each in tensors
+        ]
+        arguments = (*wide, delta_softplus, direction)
         with common.no_autocast(x):
-            y_wide = reference.selective_scan(*wide, delta_softplus=delta_softplus, direction=direction)
-        return y_wide.to(x.dtype)
+            return reference.selective_scan(*arguments).to(x.dtype)
     inputs = ScanInputs(*tensors)
     if direction != "both":  # a leading dimension of directions; z has none
         inputs = ScanInputs(*(None if each is None else each.unsqueeze(0) for each in tensors))._replace(z=z)
