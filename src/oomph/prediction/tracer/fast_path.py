@@ -199,7 +199,8 @@ _PLAIN_ARGUMENTS = (
 def described_call(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The same for calls whose results have the same layouts, as far as no values matter; or None."""
     try:
-        key = func, torch.get_default_dtype(), _described(args), _described(tuple(kwargs.items()))
+        options = _described(tuple(kwargs.items())) if kwargs else ()
+        key = func, torch.get_default_dtype(), _described(args), options
         hash(key)
     except TypeError:
         return None
@@ -209,11 +210,12 @@ def described_call(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
 def _described(arg: Any) -> Any:
     """TypeError where more than the layout of an argument may matter."""
     if isinstance(arg, torch.Tensor):
-        if arg.dtype.is_complex or arg.layout is not torch.strided:
+        dtype = arg.dtype
+        if dtype.is_complex or arg.layout is not torch.strided:
             raise TypeError
-        return isinstance(arg, FakeTensor) or arg.device, arg.shape, arg.stride(), arg.dtype
+        return isinstance(arg, FakeTensor) or arg.device, arg.shape, arg.stride(), dtype
     if isinstance(arg, (tuple, list)):
-        return tuple(map(_described, arg))
+        return tuple([_described(part) for part in arg])
     if type(arg) not in _PLAIN_ARGUMENTS:
         raise TypeError
     return type(arg), arg
