@@ -338,7 +338,7 @@ class RepeatedBlocks:
         kernels, calls = tracer.work.mark(), tracer.modules.completed
         state = self._state()
         cached = None if one.with_grad else _cached_tensors(_cache_layer(module, args, kwargs))
-        before = {_id(recorder.allocation_of(each)): index for index, each in enumerate(cached or ())}
+        replaced = {_id(recorder.allocation_of(each)): index for index, each in enumerate(cached or ())}
         del cached  # which the call may free
         out = forward(module, *args, **kwargs)
         last_event, last = len(recorder.events), len(recorder.allocations)
@@ -353,7 +353,7 @@ class RepeatedBlocks:
             traced.input = _id(recorder.allocation_of(input))
             names: dict[int, Ref] = {id: ("new", id - first) for id in range(first, last)}
             names |= self._names_outside(traced)
-            names |= {id: ("cached", index) for id, index in before.items()}
+            names |= {id: ("cached", index) for id, index in replaced.items()}
             steps = _steps(recorder.events[first_event:last_event], recorder.allocations, names)
             found = _Forward(path, steps, _alive(steps), kernels.until_now(), (calls, calls))
             found.output = _id(recorder.allocation_of(tensor)) - first
