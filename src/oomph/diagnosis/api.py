@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from oomph.diagnosis.findings import find, scaled_sizes
+from oomph.diagnosis.findings import failed_rules, find, notes, scaled_sizes
 from oomph.errors import OomphError
 from oomph.gpus import GPU
 from oomph.prediction import Script, predict
@@ -28,7 +28,7 @@ def diagnose(
     predicted a second time at other sizes, to find how its memory grows.
     """
     if isinstance(target, Prediction):
-        return Diagnosis(target, find(target), ())
+        return Diagnosis(target, find(target), failed_rules(target))
 
     def at(sizes: Mapping[str, int] | None) -> Prediction:
         at_size = at_sizes(target, sizes)
@@ -41,16 +41,13 @@ def diagnose_with(predict_at: Callable[[Mapping[str, int] | None], Prediction]) 
     """`predict_at` predicts the target at sizes; None: at its own."""
     prediction = predict_at(None)
     scaled: Prediction | None = None
-    notes: tuple[Note, ...] = ()
+    remarks: tuple[Note, ...] = ()
     if prediction.sizes:
-        sizes = scaled_sizes(dict(prediction.sizes))
         try:
-            scaled = predict_at(sizes)
+            scaled = predict_at(scaled_sizes(dict(prediction.sizes)))
         except OomphError as error:
-            given = ", ".join(f"{name}={size}" for name, size in sizes.items())
-            failure = str(error).split("\n")[0]
-            notes = (Note(f"growth follows from shapes, because the program fails at {given}: {failure}"),)
-    return Diagnosis(prediction, find(prediction, scaled), notes)
+            remarks = notes(prediction, str(error).split("\n")[0])
+    return Diagnosis(prediction, find(prediction, scaled), (*remarks, *failed_rules(prediction)))
 
 
 def at_sizes(

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 
 from oomph.diagnosis.patterns import FRAGMENTATION, Pattern, PeakAnalysis, classify, elements
-from oomph.records import Allocation, Finding, Prediction, Site
+from oomph.records import Allocation, Finding, Note, Prediction, Site
 from oomph.units import format_bytes
 
 _LEAST_SHARE = 0.02  # of what is reserved: smaller fragmentation is no finding
@@ -264,3 +264,14 @@ class _Names:
         for one in group:
             counts[one.dtype] += elements(one)
         return " + ".join(f"{count:,} elements {dtype}" for dtype, count in counts.most_common(_TERMS))
+
+
+def failed_rules(prediction: Prediction) -> tuple[Note, ...]:
+    facts = PeakAnalysis(prediction)
+    classify(facts)
+    return tuple(Note(f"the rule for {name} failed: {error}") for name, error in facts.failed.items())
+
+
+def notes(prediction: Prediction, failure: str) -> tuple[Note, ...]:
+    sizes = ", ".join(f"{name}={size}" for name, size in scaled_sizes(dict(prediction.sizes)).items())
+    return (Note(f"growth follows from shapes, because the program fails at {sizes}: {failure}"),)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import linecache
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -72,6 +72,7 @@ class PeakAnalysis:
         self.prediction = prediction
         self.all = prediction.allocations
         self.alive = [alive.allocation for alive in prediction.at_peak]
+        self.failed: dict[str, str] = {}  # patterns whose rules failed, and how
 
     def parent(self, one: Allocation) -> Allocation | None:
         return None if one.parent is None else self.all[one.parent]
@@ -696,7 +697,7 @@ def classify(facts: PeakAnalysis) -> dict[Pattern, list[Allocation]]:
     workspaces: list[Allocation] = []
     at_site: dict[Site | None, Counter[str]] = defaultdict(Counter)
     for one in facts.alive:
-        pattern = _first(facts, one)
+        pattern = _first(facts, one, PATTERNS)
         if pattern.name == "workspace" and not one.op.startswith("cublas"):
             workspaces.append(one)
             continue
@@ -704,11 +705,18 @@ def classify(facts: PeakAnalysis) -> dict[Pattern, list[Allocation]]:
         if pattern.avoidable <= 1:  # a list that grows makes no workspace
             at_site[one.site][pattern.name] += one.bytes
     for one in workspaces:  # of an op: it belongs to what else its line makes
-        pattern = _first(facts, one)
+        pattern = _first(facts, one, PATTERNS)
         name = at_site[one.site].most_common(1)[0][0] if at_site[one.site] else pattern.name
         found.setdefault(name, (pattern, []))[1].append(one)
     return dict(found.values())
 
 
-def _first(facts: PeakAnalysis, one: Allocation) -> Pattern:
-    return next(pattern for pattern in PATTERNS if pattern.applies(facts, one))
+def _first(facts: PeakAnalysis, one: Allocation, patterns: Iterable[Pattern]) -> Pattern:
+    """A rule that fails does not apply, and leaves a note; the last one always does."""
+    for pattern in patterns:
+        try:
+            if pattern.applies(facts, one):
+                return pattern
+        except Exception as error:
+            facts.failed.setdefault(pattern.name, repr(error))
+    return PATTERNS[-1]
