@@ -1,6 +1,7 @@
 """Programs that branch on values that a trace does not have, or read them."""
 
 import linecache
+import time
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import distributions, nn
 import oomph
 from oomph.cli.targets import program_error_text
 from oomph.errors import ProgramError
+from oomph.prediction import api
 from oomph.report.as_json import prediction_to_json
 from oomph.report.terminal import report_text
 
@@ -432,6 +434,22 @@ def test_an_unknown_mask_selects_half_and_the_interval_holds_none_and_all():
     assert (between.verdict, between.fits) == ("too close to call", False)
     assert "more with other values" in lines_of(between)[0]
     assert oomph.predict(program, max=int(1.1 * found[2].reserved)).verdict == "fits"
+
+
+def test_a_run_with_other_sizes_says_so_and_is_left_out_where_it_takes_long(monkeypatch):
+    def program():
+        x = torch.randn(64, 256, device="cuda", requires_grad=True)
+        chosen = x[x.sum(-1) > 0]
+        while len(chosen) == len(x):
+            time.sleep(0.1)
+        chosen.sum().backward()
+
+    monkeypatch.setattr(api, "_LEAST_SECONDS_MORE", 3.0)
+    texts = []
+    prediction = oomph.predict(program, progress=lambda text, fraction: texts.append(text))
+    assert not texts[0].startswith("again")
+    assert any(text.startswith("again, with the largest sizes: ") for text in texts)
+    assert any("largest and smallest were not traced" in note.text for note in prediction.assumptions)
 
 
 def test_sizes_that_follow_from_guessed_sizes_do_not_multiply():

@@ -20,6 +20,8 @@ from oomph.prediction import program
 from oomph.prediction.allocator import AllocatorSettings, allocator_settings
 from oomph.prediction.cuda import cudnn
 from oomph.prediction.isolation import (
+    TookTooLong,
+    again,
     autograd_breaks_in_forks,
     autograd_runs,
     can_restart,
@@ -68,6 +70,8 @@ _CONDITIONS_SHOWN = 5
 _MOST = 3.0  # times the typical number of elements, where it depends on values; also of the peak
 _MOST_OF_EACH = 1.5  # where such sizes multiply each other
 _SAME_PEAK = 1.1  # times the least peak of a step, where steps are alike
+# All runs with other sizes together: twice as long as the first run, within these.
+_LEAST_SECONDS_MORE, _MOST_SECONDS_MORE = 60.0, 180.0
 _MOST_CONDITIONS = 4  # that get the other answer because the program fails after them
 # Of a communicator of NCCL, estimated and not measured: 16 channels with two connections, each with a
 # buffer of 4 MiB (NCCL_BUFFSIZE) and about 1 MiB for other protocols.
@@ -155,7 +159,8 @@ def predict_isolated(
 
     If the program fails after conditions on unknown values, they get the other answer, one after the other.
     If it gives what a mask selects a shape for another number of elements, the mask selects that number.
-    If sizes depend on values, the interval is found with the most and with the fewest elements.
+    If sizes depend on values, the interval is found with the most and with the fewest elements, where that
+    does not take long.
     """
     if is_isolated():
         return function(progress)
@@ -163,16 +168,19 @@ def predict_isolated(
     assumed = Assumptions()
     failed: dict[ConditionKey, OomphError] = {}
     as_guessed: OomphError | None = None  # before masks selected what the failure states
+    shown = progress
     while True:
+        started = time.monotonic()
         try:
             with assuming(assumed):
-                prediction = run_isolated(function, progress, allow)
+                prediction = run_isolated(function, shown, allow)
             break
         except OomphError as error:
             if isinstance(error, ProgramError) and error.share and len(assumed.shares) < _MOST_CONDITIONS:
                 file, line, share = error.share
                 if (file, line) not in assumed.shares:
                     as_guessed = as_guessed or error
+                    shown = again(progress, "with a mask that selects another share")
                     assumed = replace(assumed, shares={**assumed.shares, (file, line): share})
                     continue
             first = as_guessed or next(iter(failed.values()), error)
@@ -182,6 +190,7 @@ def predict_isolated(
                     raise
                 raise first from None
             failed[last] = error
+            shown = again(progress, "with the other answer to a condition")
             assumed = replace(assumed, other_answers=frozenset(failed))
     notes = []
     for (file, line, _), failure in failed.items():
@@ -192,16 +201,33 @@ def predict_isolated(
     if prediction.interval is None or prediction.interval.low != prediction.interval.high:
         return prediction
 
-    def other(sizes: Literal["fewest", "most"], most: float = _MOST) -> Prediction:
-        try:
-            with assuming(replace(assumed, sizes=sizes, most=most)):
-                return run_isolated(functools.partial(run_silently, function), progress, allow)
-        except OomphError:  # the program cannot run with such sizes
-            return prediction
+    took = time.monotonic() - started
+    until = time.monotonic() + min(builtins.max(2 * took, _LEAST_SECONDS_MORE), _MOST_SECONDS_MORE)
+    left_out: list[str] = []
 
-    high, low = other("most"), other("fewest")
+    def other(sizes: Literal["fewest", "most"], most: float = _MOST) -> Prediction:
+        name = "largest" if sizes == "most" else "smallest"
+        shown = again(progress, f"with the {name} sizes")
+        try:
+            if until - time.monotonic() < took / 2:
+                raise TookTooLong
+            with assuming(replace(assumed, sizes=sizes, most=most)):
+                return run_isolated(functools.partial(run_silently, function), shown, allow, until)
+        except TookTooLong:
+            left_out.append(name)
+        except OomphError:  # the program cannot run with such sizes
+            pass
+        return prediction
+
+    high = other("most")
     if high.needed.allocated > _MOST * prediction.needed.allocated:
-        high = other("most", _MOST_OF_EACH)
+        lower = other("most", _MOST_OF_EACH)
+        high = high if left_out else lower
+    low = other("fewest")
+    if left_out:
+        names = " and ".join(dict.fromkeys(left_out))
+        text = f"sizes depend on values; the {names} were not traced, because one run takes {took:.0f} s"
+        prediction = replace(prediction, assumptions=(*prediction.assumptions, Note(text)))
     verdict = prediction.verdict
     if verdict == "fits" and high.verdict != "fits":
         verdict = "too close to call"

@@ -63,6 +63,10 @@ class _Stuck(Exception):
     """The child does not compute. It may wait for a lock that another thread held when it was forked."""
 
 
+class TookTooLong(Exception):
+    """The child has not ended within the time that the caller gave it."""
+
+
 class ForkWaits(Exception):
     """A fork that continues the program does not compute: threads of the program are not there in it."""
 
@@ -78,11 +82,17 @@ class Refused(PermissionError):
     """The program did something that a prediction does not allow. Programs may catch it and continue."""
 
 
-def run_isolated(function: Callable[[Progress], T], progress: Progress, allow: Collection[str] = ()) -> T:
+def run_isolated(
+    function: Callable[[Progress], T],
+    progress: Progress,
+    allow: Collection[str] = (),
+    until: float = math.inf,
+) -> T:
     """`function(progress)` in a child process; its result, which must be picklable, or its OomphError.
 
     `allow` names what the program may do outside of its process, of ALLOWABLE. Where a child process is not
-    possible, the function runs in this one, and what would have gone to the overlay is refused.
+    possible, the function runs in this one, and what would have gone to the overlay is refused. A child that
+    runs at time.monotonic() == `until` is ended: TookTooLong.
     """
     for name in allow:
         if name not in ALLOWABLE:
@@ -95,16 +105,23 @@ def run_isolated(function: Callable[[Progress], T], progress: Progress, allow: C
         try:
             # What is allowed to have effects must not have them twice.
             stuck_after = math.inf if allow else _STUCK_S
-            kind, value = _run_in_child(function, progress, allow, stuck_after)
+            kind, value = _run_in_child(function, progress, allow, until, stuck_after)
         except _Stuck:
-            kind, value = _run_in_child(function, progress, allow, math.inf)
+            progress = again(progress, f"after {_STUCK_S:.0f} s in which it did not compute")
+            kind, value = _run_in_child(function, progress, allow, until)
     if kind == "restart":
-        kind, value = _run_in_child(functools.partial(_again, function, value), progress, allow, math.inf)
+        progress = again(progress, f"without {value}")
+        kind, value = _run_in_child(functools.partial(_again, function, value), progress, allow, until)
     if kind == "no fork":
         return _run_here(function, progress, allow)
     if isinstance(value, BaseException):
         raise value
     return value  # type: ignore[return-value]
+
+
+def again(progress: Progress, why: str) -> Progress:
+    """For a program that runs once more: its steps begin with the first again."""
+    return lambda text, fraction: progress(f"again, {why}: {text}", fraction)
 
 
 @contextlib.contextmanager
@@ -148,7 +165,11 @@ def _prepare() -> None:
 
 
 def _run_in_child(
-    function: Callable[[Progress], Any], progress: Progress, allow: Collection[str], stuck_after: float
+    function: Callable[[Progress], Any],
+    progress: Progress,
+    allow: Collection[str],
+    until: float,
+    stuck_after: float = math.inf,
 ) -> tuple[str, Any]:
     sys.stdout.flush()
     sys.stderr.flush()
@@ -162,7 +183,7 @@ def _run_in_child(
             if interrupted:
                 raise KeyboardInterrupt
             os.close(write)
-            outcome = _receive(_Child(child, read, stuck_after), progress)
+            outcome = _receive(_Child(child, read, stuck_after, until), progress)
         finally:
             if child > 0:
                 ended = _end(child)
@@ -224,7 +245,7 @@ def run_in_new_interpreter(function: Callable[..., T], progress: Progress, *args
             assert process.stdin is not None
             with process.stdin as request, contextlib.suppress(BrokenPipeError):
                 pickle.dump((function, args, kwargs), request)
-            outcome = _receive(_Child(process.pid, read, math.inf), progress)
+            outcome = _receive(_Child(process.pid, read), progress)
         except BaseException:
             process.kill()
             raise
@@ -282,7 +303,7 @@ def run_forked(
                 sleeping = asleep
             for pipe in ready:
                 position, child = running[pipe]
-                received = _receive(_Child(child, pipe, math.inf), lambda text, fraction: None)
+                received = _receive(_Child(child, pipe), lambda text, fraction: None)
                 kind, value = received or ("", None)
                 ended = _end(child)
                 os.close(pipe)
@@ -757,14 +778,16 @@ class _Child:
     """The parent's end of the pipe. That the child has ended is asked of the system: processes which the
     program forked may hold the pipe open."""
 
-    def __init__(self, pid: int, pipe: int, stuck_after: float) -> None:
-        self.pid, self.pipe, self.stuck_after = pid, pipe, stuck_after
+    def __init__(self, pid: int, pipe: int, stuck_after: float = math.inf, until: float = math.inf) -> None:
+        self.pid, self.pipe, self.stuck_after, self.until = pid, pipe, stuck_after, until
 
     def read(self, size: int) -> bytes | None:
         """None where the child ended before it had sent so many bytes."""
         data = bytearray()
         waiting, cpu_time = time.monotonic(), None
         while len(data) < size:
+            if time.monotonic() > self.until:
+                raise TookTooLong
             if not self._has_data(_POLL_S):
                 if self._has_ended() and not self._has_data(0):
                     return None
