@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from torch import nn
 
 import oomph
 from oomph.cli.main import run
-from oomph.diagnosis.findings import find, scaled_sizes
+from oomph.diagnosis import patterns
+from oomph.diagnosis.findings import scaled_sizes
 from oomph.diagnosis.patterns import FRAGMENTATION, PATTERNS
 from oomph.fixes import all_fixes
 from oomph.records import Alive, Allocation, Peak, Prediction
@@ -135,20 +137,30 @@ def test_fixes_of_patterns_exist():
 def test_ordinary_parts_come_after_an_avoidable_one():
     """Logits of a quarter of the peak, beside a large model."""
     parameter = {"op": "parameter", "kind": "parameter", "stage": "parameters", "module": "layers.0"}
-    found = find(
-        _prediction(
-            _allocation(0, 300 * MiB, (1024, 76800), **parameter),
-            _allocation(1, 100 * MiB, (1024, 25600), op="aten._log_softmax", stage="loss"),
-        )
+    prediction = _prediction(
+        _allocation(0, 300 * MiB, (1024, 76800), **parameter),
+        _allocation(1, 100 * MiB, (1024, 25600), op="aten._log_softmax", stage="loss"),
     )
+    found = oomph.diagnose(prediction).findings
     assert [one.pattern for one in found] == ["logits", "parameters"]
 
 
 def test_fragmentation_is_the_cause_where_the_tensors_alone_would_fit():
     tensors = _allocation(0, 600 * MiB, (1024, 25600), op="aten._log_softmax", stage="loss")
     prediction = _prediction(tensors, reserved=800 * MiB, limit=700 * MiB, verdict="does not fit")
-    found = find(prediction)
+    found = oomph.diagnose(prediction).findings
     assert (found[0].pattern, found[0].bytes) == ("fragmentation", 200 * MiB)
+
+
+def test_a_rule_that_fails_does_not_apply_and_leaves_a_note(monkeypatch):
+    def applies(facts, one):
+        raise IndexError("none")
+
+    monkeypatch.setattr(patterns, "PATTERNS", (replace(PATTERNS[0], name="mine", applies=applies), *PATTERNS))
+    logits = _allocation(0, 100 * MiB, (1024, 25600), op="aten._log_softmax", stage="loss")
+    diagnosis = oomph.diagnose(_prediction(logits))
+    assert [one.pattern for one in diagnosis.findings] == ["logits"]
+    assert [note.text for note in diagnosis.notes] == ["the rule for mine failed: IndexError('none')"]
 
 
 def test_scaled_sizes_shorten_sequences():

@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from oomph.diagnosis.findings import failed_rules, find, notes, scaled_sizes
+from oomph.diagnosis.findings import find, scaled_sizes
+from oomph.diagnosis.patterns import PeakAnalysis
 from oomph.errors import OomphError
 from oomph.gpus import GPU
 from oomph.prediction import Script, predict
@@ -28,7 +29,7 @@ def diagnose(
     predicted a second time at other sizes, to find how its memory grows.
     """
     if isinstance(target, Prediction):
-        return Diagnosis(target, find(target), failed_rules(target))
+        return _diagnosis(target)
 
     def at(sizes: Mapping[str, int] | None) -> Prediction:
         at_size = at_sizes(target, sizes)
@@ -41,13 +42,25 @@ def diagnose_with(predict_at: Callable[[Mapping[str, int] | None], Prediction]) 
     """`predict_at` predicts the target at sizes; None: at its own."""
     prediction = predict_at(None)
     scaled: Prediction | None = None
-    remarks: tuple[Note, ...] = ()
+    notes: tuple[Note, ...] = ()
     if prediction.sizes:
+        sizes = scaled_sizes(dict(prediction.sizes))
         try:
-            scaled = predict_at(scaled_sizes(dict(prediction.sizes)))
+            scaled = predict_at(sizes)
         except OomphError as error:
-            remarks = notes(prediction, str(error).split("\n")[0])
-    return Diagnosis(prediction, find(prediction, scaled), (*remarks, *failed_rules(prediction)))
+            given = ", ".join(f"{name}={size}" for name, size in sizes.items())
+            failure = str(error).split("\n")[0]
+            notes = (Note(f"growth follows from shapes, because the program fails at {given}: {failure}"),)
+    return _diagnosis(prediction, scaled, notes)
+
+
+def _diagnosis(
+    prediction: Prediction, scaled: Prediction | None = None, notes: tuple[Note, ...] = ()
+) -> Diagnosis:
+    facts = PeakAnalysis(prediction)
+    findings = find(facts, scaled)
+    failed = (Note(f"the rule for {name} failed: {error}") for name, error in facts.failed.items())
+    return Diagnosis(prediction, findings, (*notes, *failed))
 
 
 def at_sizes(

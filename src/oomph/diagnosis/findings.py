@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 
 from oomph.diagnosis.patterns import FRAGMENTATION, Pattern, PeakAnalysis, classify, elements
-from oomph.records import Allocation, Finding, Note, Prediction, Site
+from oomph.records import Allocation, Finding, Prediction, Site
 from oomph.units import format_bytes
 
 _LEAST_SHARE = 0.02  # of what is reserved: smaller fragmentation is no finding
@@ -24,12 +24,12 @@ _OF_MODEL = ("parameters", "gradients", "optimizer state", "duplicate buffers")
 _FACTORS = (3, 0.5, 5)  # powers and products of these are all different
 
 
-def find(prediction: Prediction, scaled: Prediction | None = None) -> tuple[Finding, ...]:
+def find(facts: PeakAnalysis, scaled: Prediction | None = None) -> tuple[Finding, ...]:
     """What the peak consists of, the cause first.
 
     `scaled` is a prediction of the same Workload at `scaled_sizes`: bytes that differ show how they grow.
     """
-    facts = PeakAnalysis(prediction)
+    prediction = facts.prediction
     names = _Names(facts)
     sizes = {alive.allocation.id: alive.bytes for alive in prediction.at_peak}
     groups = classify(facts)
@@ -264,14 +264,3 @@ class _Names:
         for one in group:
             counts[one.dtype] += elements(one)
         return " + ".join(f"{count:,} elements {dtype}" for dtype, count in counts.most_common(_TERMS))
-
-
-def failed_rules(prediction: Prediction) -> tuple[Note, ...]:
-    facts = PeakAnalysis(prediction)
-    classify(facts)
-    return tuple(Note(f"the rule for {name} failed: {error}") for name, error in facts.failed.items())
-
-
-def notes(prediction: Prediction, failure: str) -> tuple[Note, ...]:
-    sizes = ", ".join(f"{name}={size}" for name, size in scaled_sizes(dict(prediction.sizes)).items())
-    return (Note(f"growth follows from shapes, because the program fails at {sizes}: {failure}"),)

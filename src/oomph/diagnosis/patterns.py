@@ -11,7 +11,7 @@ from __future__ import annotations
 import linecache
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -697,7 +697,7 @@ def classify(facts: PeakAnalysis) -> dict[Pattern, list[Allocation]]:
     workspaces: list[Allocation] = []
     at_site: dict[Site | None, Counter[str]] = defaultdict(Counter)
     for one in facts.alive:
-        pattern = _first(facts, one, PATTERNS)
+        pattern = _first(facts, one)
         if pattern.name == "workspace" and not one.op.startswith("cublas"):
             workspaces.append(one)
             continue
@@ -705,15 +705,15 @@ def classify(facts: PeakAnalysis) -> dict[Pattern, list[Allocation]]:
         if pattern.avoidable <= 1:  # a list that grows makes no workspace
             at_site[one.site][pattern.name] += one.bytes
     for one in workspaces:  # of an op: it belongs to what else its line makes
-        pattern = _first(facts, one, PATTERNS)
+        pattern = _first(facts, one)
         name = at_site[one.site].most_common(1)[0][0] if at_site[one.site] else pattern.name
         found.setdefault(name, (pattern, []))[1].append(one)
     return dict(found.values())
 
 
-def _first(facts: PeakAnalysis, one: Allocation, patterns: Iterable[Pattern]) -> Pattern:
-    """A rule that fails does not apply, and leaves a note; the last one always does."""
-    for pattern in patterns:
+def _first(facts: PeakAnalysis, one: Allocation) -> Pattern:
+    """A rule that fails does not apply, and leaves a note; the last one always applies."""
+    for pattern in PATTERNS:
         try:
             if pattern.applies(facts, one):
                 return pattern
