@@ -367,11 +367,13 @@ class CopyStreams:
             torch.cuda.current_stream(self.device).wait_event(event)
 
     def _run(self, stream: torch.cuda.Stream | None, copy: Callable[[], None]) -> torch.cuda.Event | None:
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(self.device))
+        if stream is None:  # torch.cuda.stream(None) would start CUDA
+            copy()
+            return None
+        stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             copy()
-        return None if stream is None else stream.record_event()
+        return stream.record_event()
 
 
 class PinnedBufferPool:

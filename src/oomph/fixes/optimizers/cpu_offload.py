@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -140,7 +141,8 @@ class CPUOffloadOptimizer(ReplacingOptimizer):
         if device.type == "cuda":
             self._stream = self._stream or torch.cuda.Stream(device)
             self._stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._stream):  # None: the copies end at once
+        # Without a stream, the copies end at once. torch.cuda.stream(None) would start CUDA.
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             for copy in bucket:
                 offset = copy.receive_gradient(buffer, offset)
         return None if self._stream is None else self._stream.record_event()
