@@ -32,6 +32,7 @@ from oomph.prediction.cuda.rules import (
     aten_ops,
     bind,
     check_dtypes,
+    is_program_error,
     lacks_deterministic_kernel,
     op_name,
     program_error,
@@ -615,14 +616,20 @@ class DispatchMode(TorchDispatchMode):
 
     def _fake(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The op on fake tensors. What torch's own fake kernels raise is the program's mistake."""
-        try:
-            return self.fast_path.run(func, args, kwargs)
-        except DynamicOutputShapeException:
-            pass
-        except Exception as error:
-            if isinstance(error, NotImplementedError) and func in _HALF_ON_CUDA_ONLY:
-                return self._faked_in_float32(func, args, kwargs)
-            raise program_error(error)  # noqa: B904 (the same exception)
+        # Where the fast path itself fails, the general way decides.
+        for run in (self.fast_path.run, self.fast_path.run_general):
+            try:
+                return run(func, args, kwargs)
+            except DynamicOutputShapeException:
+                break
+            except Exception as error:
+                if isinstance(error, NotImplementedError) and func in _HALF_ON_CUDA_ONLY:
+                    return self._faked_in_float32(func, args, kwargs)
+                if is_program_error(error):
+                    raise
+                failure = error
+        else:
+            raise program_error(failure)
         self.tracer.reads += 1
         rule = partial(self.tracer.estimates.data_dependent_result, self._fake, func, args, kwargs)
         general = partial(results_like_first_argument, self._fake, func, args)

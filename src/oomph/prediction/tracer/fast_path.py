@@ -103,12 +103,15 @@ class FastPath:
         if kind.is_plain and _all_fake(args):
             result = self._run_meta_kernel(func, args, kwargs)
         else:
-            result = self._mode.__torch_dispatch__(func, (), args, kwargs)
+            result = self.run_general(func, args, kwargs)
         if key is not None and key not in self._layouts:
             if len(self._layouts) >= _MOST_LAYOUTS:
                 self._layouts.clear()
             self._layouts[key] = _layouts_of(func, args, kwargs, key, result)
         return result
+
+    def run_general(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return self._mode.__torch_dispatch__(func, (), args, kwargs)
 
     def _kind_of(self, func: OpOverload) -> _Kind:
         rule: _Rule | None = None
