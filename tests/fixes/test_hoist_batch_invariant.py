@@ -98,6 +98,24 @@ def test_gradients_are_the_same_and_undo_restores_the_model(others):
     assert state_of(model) == state
 
 
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(16), nn.Sequential()])
+def test_batch_statistics_see_all_rows_and_an_empty_sequential_is_the_identity(norm):
+    model, given = seeded(lambda: Decoder(norm=norm)).double(), batch(dtype=torch.float64)
+    other = copy.deepcopy(model)
+    fixes.apply_to_model("hoist_batch_invariant", other)
+    same_gradients(gradients(model, loss, given), gradients(other, loss, given), 1e-12)
+    for name, one in model.named_buffers():
+        torch.testing.assert_close(other.get_buffer(name), one)
+
+
+def test_dropout_differs_between_rows():
+    model, made = seeded(lambda: Decoder(drop=0.5)), []
+    fixes.apply_to_model("hoist_batch_invariant", model)
+    model.drop.register_forward_hook(lambda module, args, out: made.append(out))
+    model(*batch())
+    assert not torch.equal(made[0][0] == 0, made[0][1] == 0)
+
+
 class Counting(Decoder):
     """Has every kind of state that a second forward would advance."""
 

@@ -560,8 +560,9 @@ class LazyModeFix(Fix):
         """`modules`: in whose forward it looks; by default the whole model. Other parts of the forward run as
         they are written."""
         for name, module in modules_with_code(model, modules, self.name).items():
-            kind = type(module)
-            if kind.__module__.startswith("torch.") and not list(module.children()):
+            kind = type(module)  # an empty Sequential is what stands for the identity in many models
+            of_torch = kind.__module__.startswith("torch.") and not isinstance(module, torch.nn.Sequential)
+            if of_torch and not list(module.children()):
                 raise UserError(f"fix {self.name!r}: {name!r} is a {kind.__name__}, without code of its own")
             journal.wrap_forward(module, partial(_run_in_mode, self.mode), name, self.effect)
 
