@@ -147,7 +147,10 @@ cases(
     ("p.py:ok B=0", "'B=0' is not a size of its Workload"),
     ("p.py:ok data.batch_size=4", "is a program, and 'data.batch_size=4' is not a size"),
     ("p.py:ok --batch-size 4", "No such option: --batch-size"),
-    ("p.py:returns_tuple", "returned a tuple, and no training step was traced"),
+    (
+        "p.py:returns_tuple",
+        "returned a tuple of a model (Linear), a function, and no training step was traced",
+    ),
     ("p.py:returns_model", "returned a model (Linear), and no training step was traced"),
     ("p.py:generates", "returned a generator, and no training step was traced"),
     ("p.py:step_with_arguments", "which needs arguments (batch)"),

@@ -1,6 +1,8 @@
 """Functions as targets: what they may return, loops of their own, and the notes on what they do."""
 
 import copy
+from dataclasses import dataclass
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -223,6 +225,11 @@ def on_gpu():
     return nn.Linear(64, 64).cuda()
 
 
+@dataclass
+class Metrics:
+    found: object
+
+
 def train_once(model):
     loss = model(torch.randn(8, 64, device="cuda")).sum()
     loss.backward()
@@ -235,7 +242,8 @@ def train_once(model):
     [
         (lambda: nn.Linear, "returned the class Linear"),
         (lambda: {"w": workload()}, "returned a dict"),
-        (lambda: (on_gpu(), 1), "returned a tuple"),
+        (lambda: (on_gpu(), 1), r"returned a tuple of a model \(Linear\), an int"),
+        (lambda: Metrics(on_gpu()), "returned a Metrics"),
         (lambda: torch.optim.SGD(on_gpu().parameters()), r"returned an optimizer \(SGD\)"),
     ],
 )
@@ -265,6 +273,14 @@ def test_a_function_that_trains_by_itself_may_return_what_it_likes(outcome):
 
     prediction = oomph.predict(train)
     assert prediction.peak.allocated > 3 * 64 * 64 * 4
+
+
+@pytest.mark.parametrize("kind", [Metrics, frozenset, MappingProxyType])
+def test_a_function_that_evaluates_may_return_any_collection_of_numbers(kind):
+    def evaluate():
+        return kind({"loss": on_gpu()(torch.randn(8, 64, device="cuda")).sum().item()})
+
+    assert "no backward pass ran" in oomph.predict(evaluate).assumptions[0].text
 
 
 def test_a_function_without_a_backward_pass_is_predicted_and_said_to_be_no_training_step():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import inspect
 import numbers
@@ -27,13 +28,7 @@ from oomph.prediction.tracer.fast_path import FastPath
 from oomph.prediction.tracer.tracer import Tracer
 from oomph.prediction.tracer.work import KernelsMark
 from oomph.records import Event, Progress
-from oomph.torch_internals import (
-    FakeTensor,
-    deterministic_algorithms,
-    init_fake_process_group,
-    tree_flatten,
-    tree_leaves,
-)
+from oomph.torch_internals import FakeTensor, deterministic_algorithms, init_fake_process_group, tree_flatten
 from oomph.workload import Workload, check_loss
 
 _RECORDED_PASSES = 4  # of a step whose passes accumulate; later ones find blocks that they can use again
@@ -393,6 +388,8 @@ def _is_real(tensor: torch.Tensor) -> bool:
 
 # -------------------------------------------------------------------------- what a function returned
 
+_DEEPEST_NESTING = 4  # collections in collections; some hold themselves
+_MOST_NAMED = 4  # parts of a collection
 VALID = (
     "return a function of no arguments that does one training step, or a Workload; "
     "or do the training inside and return nothing"
@@ -437,7 +434,13 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def described(value: Any) -> str:
-    """`a model (GPT2)`, `a function (step)`, `a tuple`"""
+    """`a model (GPT2)`, `a tuple of a model (GPT2), a function (step)`"""
+    if type(value) in (tuple, list) and 0 < len(value) <= _MOST_NAMED:
+        return f"a {type(value).__name__} of {', '.join(map(_described, value))}"
+    return _described(value)
+
+
+def _described(value: Any) -> str:
     name = value.__name__ if inspect.isroutine(value) else type(value).__name__
     kinds: dict[Any, str] = {
         torch.nn.Module: "a model",
@@ -456,13 +459,28 @@ def described(value: Any) -> str:
 
 def _is_outcome(result: Any) -> bool:
     """Nothing, numbers, words, tensors, and collections with nothing in them that could still be trained."""
-    leaves = tree_leaves(result)
+    leaves = _leaves(result)
     if any(leaf is result for leaf in leaves):
         return isinstance(result, numbers.Number | str | bytes | PurePath | None) or hasattr(
             type(result), "__array__"
         )
     trainable = (torch.nn.Module, torch.optim.Optimizer, Workload)
     return not any(isinstance(leaf, trainable) or is_step(leaf) for leaf in leaves)
+
+
+def _leaves(result: Any, depth: int = 0) -> list[Any]:
+    """Also of sets, mappings and dataclasses, which are leaves to torch."""
+    if isinstance(result, Mapping):
+        parts = list(result.values())
+    elif isinstance(result, tuple | list | set | frozenset):
+        parts = list(result)
+    elif dataclasses.is_dataclass(result) and not isinstance(result, type):
+        parts = [getattr(result, field.name, None) for field in dataclasses.fields(result)]
+    else:
+        return [result]
+    if depth == _DEEPEST_NESTING:
+        return []
+    return [leaf for part in parts for leaf in _leaves(part, depth + 1)]
 
 
 # -------------------------------------------------------------------------- a Trainer of transformers
