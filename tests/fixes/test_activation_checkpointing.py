@@ -1,5 +1,7 @@
 """activation_checkpointing: the same gradients, less memory, exact undo; which modules count as blocks."""
 
+import copy
+
 import pytest
 import torch
 from small import TinyLM, gradients, plain_loss, same_gradients, seeded, state_of, tiny_batch, workload
@@ -7,6 +9,7 @@ from small import TinyLM, gradients, plain_loss, same_gradients, seeded, state_o
 import oomph
 from oomph import fixes
 from oomph.errors import UserError
+from oomph.nn.blocks import block_names, blocks
 from oomph.records import FixUse
 
 
@@ -151,3 +154,30 @@ def test_running_statistics_are_updated_once(keep):
     plain, checkpointed = trained(), trained(f"activation_checkpointing:keep={keep}")
     for name, buffer in plain.items():
         assert torch.equal(buffer, checkpointed[name]), name
+
+
+class Stage(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Mixer(), Mixer()])
+
+
+def test_stages_of_several_kinds_do_not_hide_the_layers_inside_them():
+    stages = torch.nn.ModuleList([Mixer(), Mixer(), Stage(), Stage()])
+    names = [[name for name, _ in group] for group in blocks(torch.nn.ModuleDict({"stages": stages}))]
+    assert names == [["stages.2.layers.0", "stages.2.layers.1"], ["stages.3.layers.0", "stages.3.layers.1"]]
+
+
+def test_a_list_with_a_kind_of_its_own_in_it_is_no_list_of_blocks():
+    model = Mixed()
+    model.blocks.append(torch.nn.TransformerEncoderLayer(32, 2))
+    assert blocks(model) == []
+
+
+def test_lists_in_a_list_are_one_list_of_blocks():
+    level = [torch.nn.TransformerEncoderLayer(32, 2), torch.nn.Sequential(torch.nn.Linear(32, 32))]
+    model = torch.nn.Module()
+    model.down = torch.nn.ModuleList(
+        torch.nn.ModuleList([*copy.deepcopy(level), torch.nn.Linear(32, 32)]) for _ in range(2)
+    )
+    assert block_names(model) == ["down.0.0", "down.0.1", "down.1.0", "down.1.1"]

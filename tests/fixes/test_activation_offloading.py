@@ -146,3 +146,19 @@ def test_recomputed_blocks_leave_their_inputs_to_the_host():
     x = 64 * 256 * 128 * 4
     # The peak is in the backward of the last block: there are its own input, the one before's, and no other.
     assert before - both == 4 * x
+
+
+def test_backward_may_run_twice_and_without_gradients_nothing_is_copied():
+    model, batch = seeded(TinyLM), tiny_batch("cpu")
+    _, once = gradients(model, plain_loss, batch)
+    fixes.apply_to_model(EVERYTHING, model)
+    model.zero_grad()
+    loss = plain_loss(model, batch)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, 2 * once[name], msg=name)
+    fresh = copy.deepcopy(model)
+    with torch.no_grad():
+        plain_loss(fresh, batch)
+    assert offloader_of(fresh.blocks[0]).pool.bytes == 0

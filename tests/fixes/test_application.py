@@ -44,6 +44,13 @@ class Accumulating(Fix):
         return replace(workload, accumulate=passes)
 
 
+class Replacing(Fix):
+    name, kind, changes = "replacing", "training", "Zeros."
+
+    def change_model(self, model, journal):
+        journal.set(model.head, "weight", nn.Parameter(torch.zeros(2, 2)), "head", "zeros")
+
+
 class _Times:
     def __init__(self, times):
         self.times = times
@@ -58,7 +65,7 @@ def _plus_one(forward, *args):
 
 @pytest.fixture
 def _own_fixes(monkeypatch):
-    mine = (Doubling(), Adding(), Accumulating())
+    mine = (Doubling(), Adding(), Accumulating(), Replacing())
     monkeypatch.setattr(registry, "_by_name", lambda: {fix.name: (i, fix) for i, fix in enumerate(mine)})
 
 
@@ -262,3 +269,15 @@ def test_an_old_name_works_and_warns(old, new):
     with pytest.warns(FutureWarning, match=f"fix '{old}' is deprecated; use '{new}'"):
         found = fixes.find(old)
     assert found.name == new
+
+
+@own_fixes
+def test_undo_after_a_move_moves_the_old_tensors():
+    model = nn.Sequential()
+    model.add_module("head", nn.Linear(2, 2))
+    weight, numbers = model.head.weight, model.head.weight.detach().clone()
+    fixes.apply_to_model("replacing", model)
+    model.to(torch.bfloat16)
+    fixes.undo(model)
+    assert model.head.weight is weight
+    assert torch.equal(model.head.weight, numbers.bfloat16())

@@ -1,5 +1,6 @@
 """Attention written out in many ways runs fused, with the same gradients; what cannot be is left as it is."""
 
+import copy
 import math
 
 import pytest
@@ -403,3 +404,26 @@ def test_it_is_not_proposed_where_it_would_not_help(build):
 
     work = oomph.Workload(lambda: seeded(build), on, run)
     assert fixes.propose(oomph.predict(work, gpu="h200"), work, only=("fused_attention",)) == []
+
+
+def test_half_precision_with_a_softmax_in_float(calls):
+    model, given = seeded(lambda: Model(softmax_in_float)).to(torch.bfloat16), batch(torch.bfloat16)
+    exact = gradients(copy.deepcopy(model).double(), loss, {**given, "x": given["x"].double()})
+    before = gradients(model, loss, given)
+    fixes.apply_to_model("fused_attention", model)
+    after = gradients(model, loss, given)
+    for name, grad in exact[1].items():
+        if grad is not None:
+            error, own = ((grads[1][name].double() - grad).norm() for grads in (after, before))
+            assert error <= 1.5 * own + 1e-2 * grad.norm(), name
+    assert len(calls) == 1
+
+
+def test_a_query_that_is_written_before_the_softmax_is_an_error():
+    def attend(m, q, k, v, padding):
+        scores = q.detach() @ k.mT
+        q.detach().mul_(2)
+        return scores.softmax(-1) @ v
+
+    with pytest.raises(UserError, match="changed in place"):
+        compare(attend)

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from architectures import ARCHITECTURES, prepared
-from small import TinyLM, same_pass, seeded, state_of, tiny_batch, workload
+from small import TinyLM, plain_loss, same_pass, seeded, state_of, tiny_batch, workload
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -181,3 +181,32 @@ def test_layers_whose_gradient_something_else_needs_are_left_out_or_refused():
     names = {change.where for change in fixes.apply_to_model("gradient_accumulation_fusion", model)}
     assert "blocks.2.mlp.fc" in names
     assert not names & {"blocks.0.mlp.fc", "blocks.1.mlp.fc"}
+
+
+def test_second_derivatives_are_refused():
+    model, x = linear()
+    fixes.apply_to_model("gradient_accumulation_fusion", model)
+    with pytest.raises(
+        UserError, match=r"cannot be differentiated twice \(create_graph=True\); undo the fix"
+    ):
+        torch.autograd.grad(square(model, x.requires_grad_()), x, create_graph=True)
+
+
+def test_a_fused_head_hands_out_gradients_and_leaves_grad_alone():
+    model, batch = seeded(TinyLM), tiny_batch("cpu")
+    fixes.apply_to_model(
+        ["fused_linear_cross_entropy", FixUse("gradient_accumulation_fusion", {"modules": "head"})], model
+    )
+    plain_loss(model, batch).backward()
+    weight, other = model.head.weight, model.norm.weight
+    there = weight.grad.clone()
+    (handed_out,) = torch.autograd.grad(plain_loss(model, batch), weight)
+    torch.testing.assert_close(handed_out, there)
+    assert torch.equal(weight.grad, there)
+    plain_loss(model, batch).backward(inputs=[other])
+    assert torch.equal(weight.grad, there)
+    loss, seen = plain_loss(model, batch), []
+    weight.register_hook(lambda grad: seen.append("arrived"))  # after forward
+    loss.backward()
+    assert seen == ["arrived"]
+    torch.testing.assert_close(weight.grad, 2 * there)

@@ -155,3 +155,25 @@ def test_stochastic_rounding_trains_bfloat16_and_combines():
         assert inner.state_format == ("8bit" if "optimizer_8bit" in names else "bfloat16")
     one, two = proposed("stochastic_rounding", workload(layers=1, width=512, longest=64))
     assert one.saving > two.saving
+
+
+def test_rounding_keeps_what_is_not_finite():
+    number = torch.tensor([float("inf"), -float("inf")]).repeat(500)
+    nans = torch.tensor([2147483647], dtype=torch.int32).view(torch.float32).repeat(1000)  # all bits set
+    out = torch.empty(1000, dtype=torch.bfloat16)
+    round_stochastically(number.clone(), out)
+    assert torch.equal(out.float(), number)
+    round_stochastically(nans, out)
+    assert out.isnan().all()
+
+
+def test_small_updates_are_not_lost():
+    """One step of 1e-3 is a quarter of what bfloat16 holds at 1: to the nearest, nothing would move."""
+    start = torch.ones(4096, dtype=torch.bfloat16)
+    plain, rounded = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    gradients = [[torch.ones(4096)]] * 20
+    factory = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.0)
+    stepped(factory([plain]), [plain], gradients)
+    stepped(converted(factory, [rounded], "bfloat16", stochastic=True), [rounded], gradients)
+    assert torch.equal(plain.detach(), start)
+    assert abs(rounded.float().mean().item() - 0.98) < 2e-3

@@ -150,3 +150,12 @@ def test_batches_that_tell_what_their_parts_count_and_others(batch, condition):
     for offer in offers:
         assert condition in offer.condition
         assert bool(offer.condition) == bool(condition)
+
+
+def test_a_batch_whose_labels_are_all_ignored_has_no_gradient():
+    def ignored(device):
+        return {**uneven(device), "targets": torch.full((6, 24), -100, device=device)}
+
+    loss, grads = step_gradients(fixes.apply("micro_batches", replace(workload(layers=1), batch=ignored)))
+    assert loss == 0
+    assert all(grad is None or (grad == 0).all() for grad in grads.values())

@@ -277,3 +277,28 @@ def test_nothing_of_the_process_is_changed_afterwards(gpu_claimed, failing):
         assert y.softmax(-1).dtype == bf16
     with FakeTensorMode(), on():
         assert nn.Linear(4, 4)(torch.randn(2, 4)).dtype == fp32
+
+
+def test_custom_forward_and_backward_follow_the_state_of_the_forward(log):
+    seen = []
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cuda")
+        def forward(ctx, a):
+            ctx.save_for_backward(a)
+            return a @ a
+
+        @staticmethod
+        @torch.amp.custom_bwd(device_type="cuda")
+        def backward(ctx, grad):
+            (a,) = ctx.saved_tensors
+            seen.append((a @ a).dtype)
+            return grad.float() @ a.float()
+
+    a = torch.randn(4, 4, requires_grad=True)
+    with on():
+        y = Product.apply(a)
+    y.backward(torch.ones_like(y))
+    assert y.dtype == bf16
+    assert seen == [bf16]

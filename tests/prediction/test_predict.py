@@ -352,3 +352,16 @@ def test_recomputed_tensors_belong_to_the_block_that_is_recomputed(checkpointed)
     recomputed = made(checkpointed, op="aten.tanh", during="backward")
     assert {each.module for each in recomputed} == {f"blocks.{index}" for index in range(4)}
     assert {each.stage for each in recomputed} == {"backward"}
+
+
+def test_sparse_gradients_of_a_workload_are_predicted():
+    found = oomph.predict(
+        Workload(
+            model=lambda: nn.Embedding(5000, 64, sparse=True),
+            batch=lambda device: torch.zeros(4096, dtype=torch.long, device=device),
+            loss=lambda model, x: model(x).square().mean(),
+            optimizer=torch.optim.SGD,
+        ),
+        gpu="h200",
+    )
+    assert found.steps[-1].allocated > 5000 * 64 * 4

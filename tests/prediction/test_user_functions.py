@@ -311,3 +311,16 @@ def test_memory_that_grows_with_every_step_is_pointed_out_with_its_line():
 
 def test_a_steady_step_on_a_known_card_needs_no_remark():
     assert oomph.predict(workload(), gpu="rtx3090").notes == ()
+
+
+def test_a_card_of_unknown_generation_is_said_to_be_modelled_as_another():
+    for gpu in (None, "24GiB"):
+        assert any("H200" in note.text for note in oomph.predict(workload(), gpu=gpu).notes)
+
+
+def test_convolution_workspaces_are_said_to_be_estimates():
+    image = workload(
+        lambda: nn.Conv2d(64, 64, 3, padding=1),
+        batch=lambda device: torch.randn(8, 64, 64, 64, device=device),
+    )
+    assert any("cuDNN" in note.text for note in oomph.predict(image, gpu="a100-80gb").notes)

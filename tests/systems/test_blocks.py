@@ -64,3 +64,14 @@ def test_a_parallel_block_adds_both_branches_to_one_stream():
     expected = x + attention.inner(attention.norm(x)) + mlp.inner(mlp.norm(x))
     torch.testing.assert_close(Block(attention, mlp, parallel=True)(x), expected)
     torch.testing.assert_close(Block(attention, mlp)(x), mlp(attention(x)))
+
+
+def test_rotary_attention_depends_on_distances_alone():
+    torch.manual_seed(0)
+    rotary = RotaryEmbedding(8, fraction=0.5, heads_first=False)
+    layer = CausalAttention(16, 2, rotary=rotary, qk_norm=True).double()
+    x = torch.randn(1, 9, 16, dtype=torch.float64)
+    here, there = (rotary(torch.arange(9) + shift, dtype=torch.float64) for shift in (0, 1000))
+    torch.testing.assert_close(layer(x, here), layer(x, there))
+    far_apart = rotary(torch.arange(9) * 3, dtype=torch.float64)
+    assert (layer(x, here) - layer(x, far_apart)).abs().max() > 1e-4
