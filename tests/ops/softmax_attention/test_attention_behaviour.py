@@ -68,7 +68,7 @@ def test_bias_of_minus_infinity_is_a_mask():
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_nan_stays_in_its_row(impl):
-    q, k, v = qkv()
+    q, k, v = qkv(40, 40)  # with fewer keys than a vector holds, torch's CPU kernel gives zeros for NaN
     with torch.no_grad():
         q[0, 0, 3] = math.nan
     out = attention(q, k, v, impl=impl)

@@ -254,13 +254,14 @@ def _layouts_of(
 
 
 def _all_fake(args: Sequence[Any]) -> bool:
+    """Not of a class of the program's, whose own methods kernels written in Python would call."""
     for arg in args:
         if isinstance(arg, torch.Tensor):
-            if not isinstance(arg, FakeTensor):
+            if type(arg) is not FakeTensor:
                 return False
         elif isinstance(arg, (list, tuple)):
             for item in arg:
-                if isinstance(item, torch.Tensor) and not isinstance(item, FakeTensor):
+                if isinstance(item, torch.Tensor) and type(item) is not FakeTensor:
                     return False
     return True
 
