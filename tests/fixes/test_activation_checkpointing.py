@@ -9,6 +9,7 @@ from small import TinyLM, gradients, plain_loss, same_gradients, seeded, state_o
 import oomph
 from oomph import fixes
 from oomph.errors import UserError
+from oomph.fixes.activation_checkpointing import KEEP
 from oomph.nn.blocks import block_names, blocks
 from oomph.records import FixUse
 
@@ -24,6 +25,20 @@ def test_gradients_are_the_same_and_undo_restores_the_model(options):
     same_gradients(before, gradients(model, plain_loss, batch), 0)
     fixes.undo(model)
     assert state_of(model) == state
+
+
+@pytest.mark.parametrize("options", [{"keep": keep} for keep in KEEP])
+def test_recomputation_draws_the_same_random_numbers(options):
+    def grads(changed):
+        model = seeded(TinyLM)
+        for block in model.blocks:
+            block.mlp = torch.nn.Sequential(block.mlp, torch.nn.Dropout(0.5))
+        if changed:
+            fixes.apply_to_model(FixUse("activation_checkpointing", options), model)
+        torch.manual_seed(1)
+        return gradients(model, plain_loss, tiny_batch("cpu"))
+
+    same_gradients(grads(False), grads(True), 1e-6)
 
 
 def test_the_peak_falls_and_the_step_gets_slower():

@@ -759,3 +759,26 @@ def test_a_module_is_moved_to_the_device_and_dtype_of_a_tensor():
     for tensor in (by_position.weight, by_name.weight, torch.zeros(2).to(x, True, True)):
         assert (tensor.device.type, tensor.dtype) == ("cuda", torch.bfloat16)
     return lambda: mean_square(by_position, by_name(x)).backward()
+
+
+def test_a_seeded_program_sees_its_own_random_numbers():
+    expected = torch.rand(4, generator=torch.Generator().manual_seed(7))
+
+    def step(model, x):
+        torch.manual_seed(7)
+        assert torch.equal(torch.rand(4), expected)
+
+    predict_step(step)
+
+
+def test_lazy_modules_are_copied_and_loaded_before_their_first_call():
+    def train():
+        model = nn.LazyLinear(1024).cuda()
+        average = copy.deepcopy(model)
+        average.load_state_dict(model.state_dict())
+        x = torch.randn(8, 2048, device="cuda")
+        return lambda: mean_square(model, x + average(x).mean()).backward()
+
+    found = oomph.predict(train)
+    assert sum(each.kind == "parameter" for each in found.allocations) == 4
+    assert not found.batch
