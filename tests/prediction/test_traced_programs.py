@@ -782,3 +782,32 @@ def test_lazy_modules_are_copied_and_loaded_before_their_first_call():
     found = oomph.predict(train)
     assert sum(each.kind == "parameter" for each in found.allocations) == 4
     assert not found.batch
+
+
+@in_trace()
+def test_remembered_results_are_those_of_the_same_layouts_and_kinds_of_numbers():
+    x, whole = torch.randn(64, 32, device="cuda"), torch.ones(64, 32, dtype=torch.long, device="cuda")
+    for _ in range(2):
+        assert (whole + 1).dtype == torch.long  # not that of `whole + 1.0`, although 1 == 1.0
+        assert (whole + 1.0).dtype == torch.float32
+        assert (whole + True).dtype == (whole * True).dtype == torch.long
+        assert (x + x.t().contiguous().t()).stride() == x.cumsum(0).stride() == (32, 1)
+        assert x.t().cumsum(0).shape == (32, 64)
+        assert (x.t() + 1).stride() == (1, 32)
+        assert (x.bfloat16() + 1).dtype == torch.bfloat16
+        assert x.add_(1) is x
+        assert torch.add(x, 1, out=whole.float()).data_ptr() != x.data_ptr()
+    torch.set_default_dtype(torch.float64)
+    assert (whole + 1.0).dtype == torch.float64
+    torch.set_default_dtype(torch.float32)
+
+
+@in_trace()
+def test_casts_of_weights_that_are_gone_stay_until_autocast_ends():
+    x, allocated = torch.randn(8, 1024, device="cuda"), []
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        for _ in range(5):
+            F.linear(x, torch.zeros(1024, 1024, device="cuda", requires_grad=True))
+            allocated.append(torch.cuda.memory_allocated())
+    assert allocated[-1] - allocated[0] == 4 * 2 * MiB
+    assert allocated[-1] - torch.cuda.memory_allocated() >= 5 * 2 * MiB
