@@ -805,7 +805,7 @@ def test_remembered_results_are_those_of_the_same_layouts_and_kinds_of_numbers()
 @in_trace()
 def test_casts_of_weights_that_are_gone_stay_until_autocast_ends():
     x, allocated = torch.randn(8, 1024, device="cuda"), []
-    with torch.autocast("cuda", dtype=torch.bfloat16):
+    with torch.autocast("cuda", dtype=torch.bfloat16), torch.no_grad():
         for _ in range(5):
             F.linear(x, torch.zeros(1024, 1024, device="cuda", requires_grad=True))
             allocated.append(torch.cuda.memory_allocated())
