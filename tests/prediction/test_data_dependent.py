@@ -366,6 +366,44 @@ def test_a_router_reaches_every_expert():
     scores.sum().backward()
 
 
+def assigned(scores, taken):
+    scores[taken] = -torch.inf
+    return scores
+
+
+DECODERS = {
+    "greedy": lambda scores, free: scores.masked_fill(~free, -torch.inf).argmax(-1),
+    "in place": lambda scores, free: (
+        scores.clone().masked_fill_(~free, -torch.inf).log_softmax(-1).argmax(-1)
+    ),
+    "assigned": lambda scores, free: assigned(scores.clone(), ~free).argmax(-1),
+    "where": lambda scores, free: torch.where(free, scores, -torch.inf).max(-1).indices,
+    "added": lambda scores, free: (scores + torch.zeros_like(scores).masked_fill(~free, -1e9)).argmax(-1),
+    "sampled": lambda scores, free: torch.distributions.Categorical(
+        logits=scores.masked_fill(~free, -torch.inf) / 0.5
+    ).sample(),
+    "top k": lambda scores, free: scores.masked_fill(~free, -torch.inf).topk(2).indices[:, 1],
+    "sorted": lambda scores, free: (-scores).masked_fill(~free, torch.inf).sort(-1).indices[:, 0],
+}
+
+
+@pytest.mark.parametrize("cities", [16, 4096], ids=["small", "large"])
+@pytest.mark.parametrize("choose", DECODERS)
+@in_trace()
+def test_what_is_filled_with_minus_infinity_is_not_chosen(choose, cities):
+    """A tour that visits no city twice."""
+    model, free = nn.Linear(8, cities, device="cuda"), torch.ones(64, cities, dtype=torch.bool, device="cuda")
+    free = free.scatter(1, torch.randint(cities, (64, 1), device="cuda"), False)
+    for _ in range(4):
+        scores = model(torch.randn(64, 8, device="cuda"))
+        selected = DECODERS[choose](scores, free)
+        assert free.gather(1, selected[:, None]).all()
+        assert len(selected.unique()) > 4
+        free = free.scatter(1, selected[:, None], False)
+    assert (free.sum(-1) == cities - 5).all()
+    scores.sum().backward()
+
+
 @pytest.mark.parametrize("known", [False, True], ids=["samples", "whole"])
 @in_trace()
 def test_an_unknown_mask_selects_some_elements_even_if_examples_of_its_values_are_alike(known):

@@ -6,7 +6,8 @@ that stand for its own:
 - Where every input of an op is known (made by arange, ones, zeros, drawn at random, or moved from real data),
   its result is computed on the host beside the fake.
 - An unknown float is 1.0, and finite. Unknown positions (argmax, topk, multinomial) spread evenly over their
-  range, as the choices of a balanced router do. What follows from them is computed likewise, as a guess.
+  range, as the choices of a balanced router do; what is filled with -inf is left out. What follows from them
+  is computed likewise, as a guess.
 - Of a large tensor a sample stands for all of it; a single number where all elements are alike.
 
 What the program reads (`.item()`, `if tensor:`) and the sizes of nonzero, unique and their like follow from
@@ -85,6 +86,7 @@ _MAY_WAIT = (
     | aten_ops("""
     nonzero.default linalg_vector_norm.default norm.ScalarOpt_dim sum.default sum.dim_IntList cumsum.default
     amax.default amin.default max.default min.default any.default any.dim all.default all.dim
+    _softmax.default _log_softmax.default logsumexp.default scatter.value
 """)
 )
 _MOST_WAITING = 1 << 24  # elements
@@ -96,6 +98,15 @@ _ORDERS = aten_ops("lt.Tensor le.Tensor gt.Tensor ge.Tensor") | _BOUNDS
 _ZEROS = aten_ops("zeros.default zeros_like.default new_zeros.default")
 # Ops that write a value at some positions of their first tensor.
 _SCATTERS = aten_ops("scatter.value scatter_.value index_put.default index_put_.default")
+# So do these. What is filled with -inf is not chosen among unknown numbers.
+_MASKED_FILLS = _SCATTERS | aten_ops("""
+    masked_fill.Scalar masked_fill.Tensor masked_fill_.Scalar masked_fill_.Tensor where.self
+""")
+_IN_PLACE_FILLS: dict[OpOverload, OpOverload] = {
+    aten.masked_fill_.Scalar: aten.masked_fill.Scalar,
+    aten.masked_fill_.Tensor: aten.masked_fill.Tensor,
+    aten.index_put_.default: aten.index_put.default,
+}
 _REDUCTIONS: dict[OpOverload, Callable[[torch.Tensor], torch.Tensor]] = {
     **dict.fromkeys(aten_ops("all.default all.dim all.dims"), torch.all),
     **dict.fromkeys(aten_ops("any.default any.dim any.dims"), torch.any),
@@ -125,6 +136,8 @@ _POSITIONS: dict[OpOverload, int | None] = {
     aten.multinomial.default: None,
     **dict.fromkeys(aten_ops("topk.default sort.default sort.stable max.dim min.dim"), 1),
 }
+_NEVER_CHOSEN = -1e4  # what masks add, or less
+_OF_SMALLEST = aten_ops("argmin.default min.dim")
 _ASKS_FINITE = aten_ops("isnan.default isinf.default isposinf.default isneginf.default")
 _COMPARISONS = aten_ops("eq.Tensor ne.Tensor eq.Scalar ne.Scalar") | _BOUNDS
 # The last result is 0 where the matrix can be factored.
@@ -276,7 +289,7 @@ class Values:
         self.draws = 0
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
-        return _FOLLOWED in tensor.__dict__ and tensor in self._entries
+        return _FOLLOWED in tensor.__dict__ and (tensor in self._entries or tensor in self._waiting)
 
     def of(self, tensor: torch.Tensor) -> Representative:
         if not isinstance(tensor, FakeTensor):
@@ -349,7 +362,13 @@ class Values:
                 [weakref.ref(arg) if isinstance(arg, FakeTensor) else arg for arg in args],
             )
         is_float, small = results[0].dtype.is_floating_point, _is_small(results[0])
+        fills_unknown = func in _IN_PLACE_FILLS and self.of(results[0]) is _default(results[0].dtype)
+        fills_unknown = fills_unknown and is_float and not small and results[0] not in self._zeros
+        if fills_unknown and self.put_off(call, given, results):
+            return None
         if func in _SCATTERS and not small:
+            if not is_float:
+                self.put_off(call, given, results)
             return self._propagate_scatter(call, results[0])
         if not small or any(tensor in self._waiting for tensor in given):
             self.put_off(call, given, results)
@@ -363,6 +382,10 @@ class Values:
             return self.invalidate(call)
         if not given and func not in _FACTORIES:
             return None
+        if func in _POSITIONS:
+            waiting = self._waiting_for(given[0]) if given[0] in self._waiting else None
+            if waiting is not None and not waiting.known:
+                self.resolve(given[0])
         inputs = {id(tensor): self.of(tensor) for tensor in given}
         known = func in _FACTORIES_LIKE or all(entry.known for entry in inputs.values())
         known = known or _asks_whether_finite(func, args)
@@ -411,7 +434,11 @@ class Values:
         follow_floats: bool,
     ) -> None:
         func, first, result = call.func, given[0] if given else None, results[0]
-        if func in _POSITIONS and first is not None and not inputs[id(first)].whole:
+        if (
+            func in _POSITIONS
+            and first is not None
+            and (first.is_floating_point() or not inputs[id(first)].whole)
+        ):
             return self._spread_positions(call, first, results)
         small = all(map(_is_small, results)) and all(map(_is_small, given))
         whole = all(entry.whole or (entry.known and not entry.values.dim()) for entry in inputs.values())
@@ -420,8 +447,10 @@ class Values:
             # What two unknown numbers give is unknown: again 1.0, so that guesses stay finite and small. But
             # times and steps add up.
             unknown = {key for key, entry in inputs.items() if not entry.known}
+            if func in _MASKED_FILLS:
+                unknown = {id(tensor) for tensor in given if tensor.dtype != torch.bool} & unknown
             scalars = not any(tensor.dim() for tensor in given)
-            adds = scalars and func in _ADDITIONS
+            adds = func in _ADDITIONS and (scalars or any(map(_is_mask_to_add, inputs.values())))
             if not (follow_floats or scalars) or (len(unknown) > 1 and not (whole or adds)):
                 return self.invalidate(call)
         pointwise = torch.Tag.pointwise in func.tags
@@ -447,7 +476,7 @@ class Values:
             entry, count = inputs[id(first)], first.numel() // max(result.numel(), 1)
             mean = _fraction(entry) if "count" in func.name() else _mean(entry)
             return self.set(result, torch.tensor(round(mean * count)), whole=False, known=known)
-        follow = small and (whole or pointwise or not floating)
+        follow = small and (whole or pointwise or not floating or func in _MASKED_FILLS)
         if not follow or not self._store_computed(call, results, known=known):
             self.invalidate(call)
         elif result.dtype == torch.bool and any(tensor.dtype.is_floating_point for tensor in given):
@@ -455,29 +484,34 @@ class Values:
             if result.numel() >= _SEVERAL and _is_unsure(entry):  # as unknown floats are
                 self.set(result, entry.values.flatten(), whole=False, known=False)
 
-    def put_off(self, call: OpCall, given: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
-        """Distances between known positions, masks of known lengths."""
-        may_wait = torch.Tag.pointwise in call.func.tags or call.func in _MAY_WAIT
-        if not may_wait or call.func._schema.is_mutable or not given or results[0].numel() > _MOST_WAITING:
-            return
+    def put_off(self, call: OpCall, given: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> bool:
+        """Distances between known positions, masks of known lengths, unknown numbers that are masked."""
+        func = _IN_PLACE_FILLS.get(call.func, call.func)
+        may_wait = torch.Tag.pointwise in func.tags or func in _MAY_WAIT or call.func in _IN_PLACE_FILLS
+        if not may_wait or func._schema.is_mutable or not given or results[0].numel() > _MOST_WAITING:
+            return False
         if call.func in _PRODUCTS and results[0].numel() * given[0].shape[-1] > _MOST_MULTIPLICATIONS:
-            return
+            return False
         inputs: dict[int, _Waiting] = {}
         for tensor in given:
             waiting = self._waiting_for(tensor)
             if waiting is None:
                 entry = self.of(tensor)
                 guess = not entry.known and (not entry.whole or tensor.dtype.is_floating_point)
+                if guess and (call.func in _MASKED_FILLS or call.func in _ADDITIONS):
+                    guess = entry is not _default(tensor.dtype) or not tensor.dtype.is_floating_point
                 if guess or not (entry.whole or not entry.values.dim()):
-                    return
+                    return False
                 waiting = _Waiting(self._writes, None, self.whole(tensor), entry.known)
             inputs[id(tensor)] = waiting
         known = all(waiting.known for waiting in inputs.values())
-        replaced = call.replaced(lambda tensor: inputs[id(tensor)])
+        replaced = call.replaced(lambda tensor: inputs[id(tensor)])._replace(func=func)
+        self.invalidate(call)
         for index, result in enumerate(results):
             stamp = self._overwritten.get(result.untyped_storage(), 0)
             result.__dict__[_FOLLOWED] = True
             self._waiting[result] = _Waiting(self._writes, replaced, None, known, index), stamp
+        return True
 
     def _waiting_for(self, tensor: torch.Tensor) -> _Waiting | None:
         waiting, stamp = self._waiting.get(tensor, (None, 0))
@@ -487,7 +521,9 @@ class Values:
         """The program asks for values: compute them if they have been put off."""
         waiting = self._waiting_for(tensor) if tensor in self._waiting else None
         values = waiting.compute() if waiting is not None else None
-        if waiting is not None and values is not None and values.shape == tensor.shape:
+        if waiting is None or values is None or values.shape != tensor.shape:
+            return
+        if waiting.known or _is_finite(values) or (values.dim() and not bool(values.isnan().any())):
             self.set(tensor, values.to(tensor.dtype), known=waiting.known)
 
     def _propagate_out(
@@ -581,11 +617,18 @@ class Values:
         elif written:
             self.invalidate(call)
         for fake, value in zip(results, values, strict=False):
-            if fake.shape == value.shape and (known or _is_finite(value)):
+            if fake.shape == value.shape and (known or _is_finite(value) or self._is_filled(call, value)):
                 self.set(fake, value, known=known)
         if written and not known:
             self._guessed[target.untyped_storage()] = True
         return True
+
+    def _is_filled(self, call: OpCall, values: torch.Tensor) -> bool:
+        """Whether infinite elements are those that the program has filled."""
+        if not values.dim() or bool(values.isnan().any()):
+            return False
+        inputs = map(self.of, tensors_in(call.args, call.kwargs))
+        return call.func in _MASKED_FILLS or any(not _is_finite(entry.values) for entry in inputs)
 
     def set_to_match(self, condition: torch.Tensor, answer: bool, rounds: int) -> None:
         """Give the guess that was compared a value that has this answer. With more rounds of a loop it comes
@@ -671,12 +714,15 @@ class Values:
     def _spread_positions(self, call: OpCall, source: torch.Tensor, results: Sequence[torch.Tensor]) -> None:
         """Positions in an unknown tensor: in turn every one; in the largest case 7 of 8 are the same.
 
-        They begin in the middle: the first ids of a vocabulary are special.
+        They begin in the middle: the first ids of a vocabulary are special. Elements that are known to be
+        less than others, as those filled with -inf, come last.
         """
         out = results[0 if _POSITIONS[call.func] is None else 1]
-        dim: int | None = bind(*call).get("dim", -1)
-        if call.func is not aten.multinomial.default and source.numel() and len(results) > 1:
-            self.set(results[0], _sample(self.of(source)), whole=False, known=False)
+        arguments, entry = bind(*call), self.of(source)
+        dim: int | None = arguments.get("dim", -1)
+        follows = _is_whole(entry) and _is_small(out)
+        if call.func is not aten.multinomial.default and source.numel() and len(results) > 1 and not follows:
+            self.set(results[0], _sample(entry), whole=False, known=False)
         if source.dim() == 0 or not out.numel():
             return self.set(out, torch.zeros((), dtype=out.dtype), whole=False, known=False)
         bound = source.numel() if dim is None else source.size(dim)
@@ -691,12 +737,31 @@ class Values:
             row, choice = values // chosen, values % chosen
             values = torch.where(row % 8 == 0, row // 8, 0) * chosen + choice
         values = (values + bound // 2) % bound
-        if small and chosen > 1:
-            assert dim is not None
-            shape = list(out.shape)
-            shape.append(shape.pop(dim))
-            values = values.view(shape).movedim(-1, dim)
-        return self.set(out, values.view(out.shape) if small else values, whole=small, known=False)
+        if follows:
+            rows = entry.values.movedim(-1 if dim is None else dim, -1).reshape(-1, bound)
+            first = values[::chosen] if chosen < bound else torch.arange(len(rows))
+            in_turn = (first[:, None] + torch.arange(bound)) % bound
+            largest = arguments.get("largest", arguments.get("descending", call.func not in _OF_SMALLEST))
+            numbers = rows.gather(1, in_turn)
+            if chosen == 1:  # faster; of equals, the first
+                order = numbers.argmax(1, True) if largest else numbers.argmin(1, True)
+            else:
+                order = numbers.argsort(dim=1, descending=largest, stable=True)
+            values = in_turn.gather(1, order[:, :chosen])
+            if len(results) > 1:
+                self.set(results[0], _from_rows(rows.gather(1, values), out.shape, chosen, dim), known=False)
+        if small:
+            values = _from_rows(values, out.shape, chosen, dim)
+        return self.set(out, values, whole=small, known=False)
+
+
+def _from_rows(values: torch.Tensor, shape: Sequence[int], chosen: int, dim: int | None) -> torch.Tensor:
+    """What was chosen along a dimension, of a tensor whose last dimension that is."""
+    if chosen == 1 or dim is None:
+        return values.reshape(shape)
+    sizes = list(shape)
+    sizes.append(sizes.pop(dim))
+    return values.reshape(sizes).movedim(-1, dim)
 
 
 def _elements_written(args: BoundArguments) -> int | None:
@@ -750,6 +815,12 @@ def _is_finite(values: torch.Tensor) -> bool:
     if not values.dtype.is_floating_point:
         return True
     return bool(values.isfinite().all()) if values.dim() else math.isfinite(values.item())
+
+
+def _is_mask_to_add(entry: Representative) -> bool:
+    """Whether unknown numbers that it is added to are not chosen where it is far below zero."""
+    floats = entry.whole and entry.values.dtype.is_floating_point and entry.values.numel() > 1
+    return floats and bool((entry.values < _NEVER_CHOSEN).any())
 
 
 @functools.cache
