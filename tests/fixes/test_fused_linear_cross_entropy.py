@@ -378,3 +378,11 @@ def test_compiled_and_transformed_models_get_plain_logits():
     assert set(torch.func.grad(total)(parameters)) == set(parameters)
     compiled = torch.compile(model, backend="eager")
     assert type(compiled(x)) is torch.Tensor
+
+
+def test_logits_that_are_read_after_autocast_are_those_of_inside():
+    x, _ = batch_of(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        right, logits = seeded(lambda: Model(dtype=x.dtype))(x), fixed()(x)
+    assert logits.dtype == right.dtype == torch.bfloat16
+    assert torch.equal(logits.clone(), right)

@@ -192,3 +192,16 @@ def test_a_memory_budget_is_met(shape, dv, budgets, backward):
     if backward:
         assert used[0] >= 0.5 * budgets[0] * MiB, used
         assert used == sorted(used)
+
+
+@pytest.mark.parametrize("wanted", ["v", "log_alpha", "beta", "initial_state"])
+def test_only_inputs_that_require_a_gradient_get_one(wanted):
+    given = on_device(float32(1, 20, 1, 16, 16))
+    some = {name: x.clone().requires_grad_(name == wanted) for name, x in given.items()}
+    o, state = kernels(**some)
+    (2 * o.sum() + state.sum()).backward()
+    exact = {name: x.double().requires_grad_() for name, x in given.items()}
+    o, state = kda_reference(**exact)
+    (2 * o.sum() + state.sum()).backward()
+    assert [name for name, x in some.items() if x.grad is not None] == [wanted]
+    torch.testing.assert_close(some[wanted].grad, exact[wanted].grad.float(), rtol=1e-4, atol=1e-5)
