@@ -273,7 +273,11 @@ def weights_cast_for_two_models():
 @pytest.mark.parametrize(
     ("program", "wrong", "right"),
     [
-        (pixel_classes, {"attention matrices"}, "other activations"),
+        (
+            pixel_classes,
+            {"attention matrices", "second copy of the weights", "data set on the GPU"},
+            "other activations",
+        ),
         (volumes, {"state transitions"}, "activations across layers"),
         (gathered_classes, {"one-hot"}, "logits"),
         (penalties_on_gradients, {"retained graph", "loop kept by autograd"}, "activations across layers"),

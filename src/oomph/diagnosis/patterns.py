@@ -100,14 +100,12 @@ class PeakAnalysis:
         if "B" in sizes:
             return sizes["B"]
         evaluates = self.prediction.peak.stage == "evaluation"
+        computed = [
+            one for one in self.all if (one.during == "evaluation" if evaluates else one.differentiable)
+        ]
+        computed = [one for one in computed if one.module] or computed  # the model may be a single layer
         for least in (3, 2):
-            counts = Counter(
-                one.shape[0]
-                for one in self.all
-                if (one.during == "evaluation" if evaluates else one.differentiable)
-                and len(one.shape) >= least
-                and one.module
-            )
+            counts = Counter(one.shape[0] for one in computed if len(one.shape) >= least)
             if counts:
                 return counts.most_common(1)[0][0]
         return 1
@@ -423,7 +421,7 @@ class PeakAnalysis:
         for one in self.alive:
             if one.module and _is_weight_cast(self, one):  # by autocast, which keeps it for later passes
                 continue
-            unnamed = one.kind == "parameter" and not one.module
+            unnamed = one.kind == "parameter" and not one.module and named is not known
             if one.shape in shapes and (
                 unnamed
                 or (
