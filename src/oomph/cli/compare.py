@@ -9,14 +9,7 @@ from typing import Annotated
 import typer
 
 from oomph import units
-from oomph.cli.common import (
-    Html,
-    Json,
-    check_output_file,
-    write_json,
-    write_page,
-    write_stdout,
-)
+from oomph.cli.common import Html, Json, check_output_file, write_json, write_page, write_stdout
 from oomph.errors import ExitStatus, UserError
 from oomph.records import Prediction
 from oomph.report.as_json import prediction_from_json, prediction_to_json

@@ -12,14 +12,7 @@ from typing import Annotated
 import typer
 
 from oomph import gpus
-from oomph.cli.common import (
-    Allow,
-    Json,
-    load_torch,
-    program_output,
-    write_json,
-    write_stdout,
-)
+from oomph.cli.common import Allow, Json, load_torch, program_output, write_json, write_stdout
 from oomph.cli.targets import (
     StepOptions,
     allocator_limit,

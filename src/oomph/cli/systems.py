@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from oomph.cli.common import (
-    Json,
-    progress_display,
-    stdout_to_stderr,
-    write_json,
-    write_stdout,
-)
+from oomph.cli.common import Json, progress_display, stdout_to_stderr, write_json, write_stdout
 from oomph.errors import ExitStatus, OomphError, ProgramError, warn_deprecated
 from oomph.records import Prediction, Progress, Site
 from oomph.report.systems import ClaimLine, FormLine, ReportLines, SystemLines, report_text, systems_text
