@@ -156,6 +156,31 @@ model(torch.randn(2, 8, 160).cuda()).sum().backward()
 
 
 @pytest.mark.usefixtures("in_process")
+def test_vectors_that_neither_the_model_nor_the_loss_takes_are_no_batch():
+    """A noise schedule, and what a trainer gathers from all ranks."""
+
+    def train():
+        schedule, weights = torch.linspace(0, 1, 2000).cuda(), torch.ones(5).cuda()
+        model = nn.Linear(8, 5).cuda()
+        for _ in range(2):
+            images, labels = torch.randn(4, 8).cuda(), torch.zeros(4, dtype=torch.long).cuda()
+            assert torch.tensor([4, 8]).cuda().numel() == 2
+            noised = images + schedule[torch.randint(0, 2000, (4, 1), device="cuda")]
+            nn.functional.cross_entropy(model(noised), labels, weights).backward()
+
+    assert named_shapes(oomph.predict(train).batch) == ["[B=4, 8]", "[B=4]"]
+
+    def graphs():  # a label for each graph, and for each node its graph
+        nodes, graph, labels = torch.randn(12, 8).cuda(), torch.arange(12).cuda() // 4, torch.zeros(3).cuda()
+        pooled = (
+            nn.Linear(8, 1).cuda()(nodes).new_zeros(3, 1).index_add(0, graph, nn.Linear(8, 1).cuda()(nodes))
+        )
+        (pooled[:, 0] - labels).square().mean().backward()
+
+    assert [one.shape for one in oomph.predict(graphs).batch] == [(12, 8), (12,), (3,)]
+
+
+@pytest.mark.usefixtures("in_process")
 def test_sparse_graphs_are_no_batch():
     def train():
         graph = torch.eye(500).to_sparse().cuda()

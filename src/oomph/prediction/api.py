@@ -391,7 +391,7 @@ def _batch(tracer: Tracer) -> tuple[BatchTensor, ...]:
         for path, leaf in tree_flatten_with_path(tracer.batch)[0]
         if isinstance(leaf, torch.Tensor)
     ]
-    return tuple(leaves or tracer.moved)
+    return tuple(leaves) or tracer.moved_batch()
 
 
 def _assumptions(tracer: Tracer) -> Iterator[Note]:

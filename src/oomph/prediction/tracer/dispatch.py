@@ -474,6 +474,8 @@ class DispatchMode(TorchDispatchMode):
         tracer.estimates.note_effects(func, args)
         if func is aten._to_copy.default and not gpu:
             tracer.record_move(args[0])
+        elif tracer.phase == "forward" and not tracer.modules.inside_model:
+            tracer.record_use(tensors, in_loss=True)
         if func is aten.embedding.default:
             guard.call("rows", func, partial(tracer.record_embedding, args[0], args[1]), _nothing)
         if tracer.call.place != "host":

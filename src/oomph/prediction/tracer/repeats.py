@@ -985,9 +985,11 @@ class RepeatedCalls:
 
     def call(self, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         tracer = self._tracer
+        given = tree_flatten((args, kwargs))
+        tracer.record_use(given[0])
         live = tracer.recorder.live_bytes
         try:
-            key = self._key(module, args, kwargs)
+            key = self._key(module, *given)
         except _NotRepeatable:
             key = None
         if key is None:  # not inside of `except`: an error of the program would show both tracebacks
@@ -1022,8 +1024,7 @@ class RepeatedCalls:
             )
         return out
 
-    def _key(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        leaves, structure = tree_flatten((args, kwargs))
+    def _key(self, module: nn.Module, leaves: Sequence[Any], structure: Any) -> Any:
         with_grad = torch.is_grad_enabled()
         if with_grad:
             trained = [each for each in module.parameters() if each.requires_grad]

@@ -9,7 +9,7 @@ import functools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from types import FrameType
@@ -419,6 +419,9 @@ class Tracer:
         self.lock = threading.RLock()  # held during an op: neither this nor the fake mode is made for threads
         self.batch: Any = None
         self.moved: dict[BatchTensor, None] = {}  # from the host to the GPU, outside modules; each once
+        self.rows_used: set[int] = (
+            set()
+        )  # first sizes of tensors that models take, or the loss beside results
         self.batch_sizes: BatchSizes | None = None  # that the batch gets, other than the program's
         self.loads_in_process = False  # a DataLoader without workers
         self.allocator: str | None = None  # as the Workload gives it
@@ -681,6 +684,21 @@ class Tracer:
         if source.numel() and self.is_batch(source):
             dtype = str(source.dtype).removeprefix("torch.")
             self.moved[BatchTensor("", tuple(source.shape), dtype)] = None
+
+    def record_use(self, given: Iterable[Any], in_loss: bool = False) -> None:
+        """The arguments of a model, or the operands of an op outside of models."""
+        tensors = [each for each in given if isinstance(each, torch.Tensor) and each.dim()]
+        if in_loss:
+            results = {each.shape[0] for each in tensors if each.requires_grad}
+            tensors = [each for each in tensors if not each.requires_grad and each.shape[0] in results]
+        self.rows_used.update(each.shape[0] for each in tensors)
+
+    def moved_batch(self) -> tuple[BatchTensor, ...]:
+        """What the program moved to the GPU, without vectors of other lengths than those that a model or the
+        loss takes: sizes that a trainer gathers, a noise schedule."""
+        rows = self.rows_used | {one.shape[0] for one in self.moved if len(one.shape) > 1}
+        used = (one for one in self.moved if len(one.shape) > 1 or one.shape[0] in rows)
+        return tuple(used) or tuple(self.moved)
 
     def record_in_place(self, tensor: torch.Tensor, op: str) -> None:
         """Record a tensor that `op` wrote into again, if its storage was resized."""
