@@ -59,6 +59,7 @@ PROGRAMS = {
     "symlink": "os.symlink('log.txt', 'link'); assert open('link').read() == 'one line\\n'",
     "symlink to a folder": "os.symlink('old', 'latest'); open('latest/new', 'w').close(); assert 'new' in os.listdir('old') and 'new' in os.listdir('latest')",
     "symlink to a new folder": "os.makedirs('runs/1'); os.symlink('runs/1', 'latest'); open('latest/x', 'w').close(); assert os.path.exists('runs/1/x')",
+    "symlink to another folder": "os.symlink('old', 'latest'); open('latest/x', 'w').close(); os.remove('latest'); os.mkdir('runs'); os.symlink('runs', 'latest'); open('latest/y', 'w').close(); assert os.listdir('runs') == ['y']",
     "symlinked folder": "open('linked/new', 'w').close(); assert 'new' in os.listdir('linked') and glob.glob('linked/*')",
     "multiprocessing spawn": "refused(lambda: multiprocessing.get_context('spawn').Process(target=print).start())",
     "locks for spawn": "multiprocessing.get_context('spawn').Value('i', 0).value += 1",

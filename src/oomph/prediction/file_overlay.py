@@ -38,6 +38,7 @@ class FileOverlay:
         self.scratch = os.path.realpath(scratch)
         self.used = False  # until the first write, reads go straight through
         self.deleted: set[str] = set()  # real paths that the program removed, with all that is below them
+        self._folders: dict[str, str] = {}  # links resolved, until the program makes or removes one
         self._cwd: str | None = None  # where it differs from the process': a folder that exists here alone
         self._direct = threading.local()
 
@@ -58,12 +59,16 @@ class FileOverlay:
 
     def _resolved(self, folder: str) -> str:
         """Links followed from the root on, also those that the program made."""
+        if folder in self._folders:
+            return self._folders[folder]
         path = "/"
         for part in folder.split("/"):
             if part == "..":
                 path = posixpath.dirname(path)
             elif part not in ("", "."):
                 path = self.of_scratch(self.find(posixpath.join(path, part)))
+        if not path.startswith("/proc"):  # whose links differ between processes
+            self._folders[folder] = path
         return path
 
     def of_scratch(self, path: str) -> str:
@@ -226,6 +231,7 @@ class FileOverlay:
                 shutil.rmtree(here) if stat.S_ISDIR(_REAL.lstat(here).st_mode) else _REAL.unlink(here)
         if _exists(full):
             self.deleted.add(full)
+        self._folders.clear()
 
     def _existing(self, full: str, path: Any) -> str:
         there = self.find(full, follow=False)
@@ -289,6 +295,7 @@ class FileOverlay:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), src, None, dst)
         self.used = True
         _REAL.symlink(src, self._with_folder(full))
+        self._folders.clear()
 
     def listdir(self, path: Any = ".") -> Any:
         if path is None or not self.used or self._passes(path):
