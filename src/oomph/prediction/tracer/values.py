@@ -741,7 +741,9 @@ class Values:
             rows = entry.values.movedim(-1 if dim is None else dim, -1).reshape(-1, bound)
             first = values[::chosen] if chosen < bound else torch.arange(len(rows))
             in_turn = (first[:, None] + torch.arange(bound)) % bound
-            largest = arguments.get("largest", arguments.get("descending", call.func not in _OF_SMALLEST))
+            largest = bool(
+                arguments.get("largest", arguments.get("descending", call.func not in _OF_SMALLEST))
+            )
             numbers = rows.gather(1, in_turn)
             if chosen == 1:  # faster; of equals, the first
                 order = numbers.argmax(1, True) if largest else numbers.argmin(1, True)
