@@ -50,6 +50,22 @@ def test_an_exact_fix_holds():
     assert {"loss of step 1", "gradient of head.weight", "head.weight after 2 steps"} <= set(names)
 
 
+@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"autocast": "bfloat16"}])
+def test_rounding_to_16_bits_is_no_difference(options):
+    found = fixes.verify("micro_batches:parts=2", replace(workload(), **options))
+    assert found.holds
+    assert found.differences[0].error < 1e-9
+
+
+def test_a_model_for_16_bits_only_is_refused():
+    def loss(model, batch):
+        return model(batch.to(torch.bfloat16)).square().mean()
+
+    work = oomph.Workload(lambda: nn.Linear(4, 4), lambda device: torch.randn(8, 4), loss, torch.optim.SGD)
+    with pytest.raises(UserError, match="float32"):
+        fixes.verify("micro_batches:parts=2", replace(work, dtype="bfloat16"))
+
+
 @pytest.mark.usefixtures("_with_wrong")
 def test_a_wrong_gradient_is_found():
     found = fixes.verify("wrong", workload())

@@ -49,7 +49,8 @@ def verify(
     """Compare losses, every gradient, and parameters and buffers after two steps, without and with the fixes.
 
     The model is built and runs on the CPU: give a small instance. `sizes` replaces some of the Workload's
-    sizes. Exact fixes run in float64 where the Workload is float32, so that rounding hides nothing.
+    sizes. Exact fixes run in float64 without autocast, so that rounding hides nothing; in their own dtype
+    where its model does not run in float64.
     """
     return run_isolated(
         lambda report: _verify(fixes, workload, sizes, tolerance, report),
@@ -70,8 +71,6 @@ def _verify(
             "fix 'compile' cannot be verified on the CPU, where torch.compile generates other code"
         )
     kind: FixKind = "training" if "training" in kinds else "precision" if "precision" in kinds else "exact"
-    if kind == "exact":
-        workload = widened(workload)
     smaller = _smaller(workload)
 
     def report(with_fixes: bool, step: int) -> None:
@@ -79,12 +78,24 @@ def _verify(
         done = (step + STEPS * with_fixes) / (2 * STEPS)
         progress(f"on the CPU {which}: step {step + 1} of {STEPS}{smaller}", done)
 
-    try:
-        before = run(workload, before_step=partial(report, False))
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # without a fix: not ours
-        raise blame(error) or ProgramError.of(error) from error
+    failure: BaseException | None = None
+    for candidate in (widened(workload), workload) if kind == "exact" else (workload,):
+        try:
+            before = run(candidate, before_step=partial(report, False))
+            break
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # in float64, such as a model that makes tensors of another dtype
+            failure = error
+    else:  # without a fix: not ours
+        assert failure is not None
+        raise blame(failure) or ProgramError.of(failure) from failure
+    if kind == "exact" and candidate is workload and _rounds_to_16_bits(workload):
+        raise UserError(
+            "the model does not run in float64, and rounding to 16 bits hides what verify looks for; "
+            "give a Workload in float32"
+        )
+    workload = candidate
     if not all(loss.isfinite() for loss in before.losses):
         raise UserError(
             "the workload's own loss is not finite, without any fix, so there is nothing to compare with"
@@ -95,10 +106,13 @@ def _verify(
 
 
 def widened(workload: Workload) -> Workload:
-    """The workload in float64, if it is in float32."""
-    if workload.dtype not in (None, torch.float32) or workload.autocast is not None:
-        return workload
-    return replace(workload, dtype=torch.float64, batch=ChangedBatch(workload.batch, _in_float64))
+    """The workload in float64, without autocast."""
+    batch = ChangedBatch(workload.batch, _in_float64)
+    return replace(workload, dtype=torch.float64, autocast=None, batch=batch)
+
+
+def _rounds_to_16_bits(workload: Workload) -> bool:
+    return workload.autocast is not None or workload.dtype in (torch.bfloat16, torch.float16)
 
 
 def _check_size(workload: Workload) -> None:
@@ -113,7 +127,7 @@ def _check_size(workload: Workload) -> None:
 
 
 def _in_float64(leaf: Tensor, batch: Any) -> Tensor:
-    return leaf.double() if leaf.dtype == torch.float32 else leaf
+    return leaf.double() if leaf.is_floating_point() else leaf
 
 
 def _smaller(workload: Workload) -> str:
