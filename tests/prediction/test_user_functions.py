@@ -85,6 +85,21 @@ def test_a_closure_of_the_optimizer_runs_forward_and_backward(how):
     assert by_model <= {"forward activations", "loss"}
 
 
+def test_data_are_the_batch_also_where_they_stay_or_come_between_update_and_evaluation():
+    def setup():
+        own, data = Training(), torch.randn(1024, 64, device="cuda")
+
+        def step():
+            own.step()
+            with torch.no_grad():
+                data.mean() + torch.randn(2048, 64).cuda().mean()
+
+        return step
+
+    made = oomph.predict(setup).allocations
+    assert {one.stage for one in made if one.shape in ((1024, 64), (2048, 64))} == {"batch"}
+
+
 def _averaged_model(model):
     average = torch.optim.swa_utils.AveragedModel(model)
     return lambda: average.update_parameters(model)

@@ -673,7 +673,7 @@ PATTERNS: tuple[Pattern, ...] = (
     _pattern(
         "broadcast product", _is_in("broadcasts"), 1.0, "fused_attention hoist_batch_invariant micro_batches"
     ),
-    _pattern("batch", _kind("batch"), 0.1, "micro_batches smaller_batch"),
+    _pattern("batch", lambda facts, one: one.stage == "batch", 0.1, "micro_batches smaller_batch"),
     _pattern("workspace", _kind("workspace"), 0.1),
     _pattern("casts of the weights", _is_weight_cast, 0.3, "bf16_parameters"),
     _pattern("fp32 upcasts", _is_upcast, 0.6, "bf16_parameters activation_checkpointing"),

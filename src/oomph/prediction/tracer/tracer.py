@@ -741,6 +741,9 @@ class Tracer:
             site, path, stage = self.attribution()
             line = self._line()[0]
             sources = [one for one in map(self.recorder.allocation_of, operands) if one is not None]
+            kind = _KIND_OF_STAGE.get(stage, "activation")
+            if not sources and self.phase == "forward" and stage != "loss" and not self.modules.inside_model:
+                stage, kind = "batch", "activation"  # moved to the GPU or filled there: data, kept or not
             return PendingAllocation(
                 id,
                 size,
@@ -751,7 +754,7 @@ class Tracer:
                 site=site,
                 during=stage,
                 step=self.step,
-                kind=_KIND_OF_STAGE.get(stage, "activation"),
+                kind=kind,
                 stream=self.stream(),
                 cloned=op == "aten.clone",
                 parent=max(sources, key=lambda one: one.bytes).id if sources else None,
