@@ -55,6 +55,11 @@ def delta_attention(**changes):
     return kda(**given | {"beta": X(2, 6, 2)} | changes)
 
 
+def continued(x):
+    layer = KimiDeltaAttention(12, 2, 4)
+    return layer(x, layer(X(2, 5, 12))[1])
+
+
 def packed(ends):
     return kda(X(1, 6, 2, 5), X(1, 6, 2, 5), X(1, 6, 2, 7), X(1, 6, 2, 5), X(1, 6, 2), cu_seqlens=ends)
 
@@ -112,6 +117,7 @@ ROWS = [
     (lambda: packed([0.0, 6.0]), "integers"),
     (lambda: KimiDeltaAttention(12, 0, 4), "num_heads=0 is not valid; give a whole number >= 1"),
     (lambda: KimiDeltaAttention(12, 2, 4)(X(2, 12)), r"x has shape \[2, 12\]; valid: \[B, T, 12\]"),
+    (lambda: continued(X(1, 5, 12)), r"state has shape \[2, 3, 8\]; valid: \[1, 3, 8\] \(batch, "),
     (lambda: SpikingKDABlock(10, 3, 4, token_drop=1.0), r"token_drop=1.0 is not valid; .* in \[0, 1\)"),
     (lambda: SpikingKDABlock(10, 3, 4)(X(1, 3, 10), dropped=X(1, 3)), r"dropped is .*; valid: bool \[1, 3\]"),
     (lambda: spikes(decay=1.01), r"decay=1.01 is not valid; .*\[0, 1\]"),

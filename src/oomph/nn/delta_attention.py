@@ -43,14 +43,15 @@ class ShortConvolution(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.uniform_(self.weight, -(self.kernel_size**-0.5), self.kernel_size**-0.5)  # as nn.Conv1d
 
-    def forward(self, x_BTC: Tensor, earlier_BKC: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x_BTC: Tensor, state_BKC: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x [B, T, C], the K - 1 tokens before it (default zeros) -> the result, the last K - 1 tokens."""
         before = self.kernel_size - 1
-        check_shape((x_BTC.shape[0], before, self.channels), earlier_BKC=earlier_BKC)
-        if earlier_BKC is None:
+        valid = x_BTC.shape[0], before, self.channels
+        check_shape(valid, " (batch, tokens before x, channels)", state=state_BKC)
+        if state_BKC is None:
             joined = F.pad(x_BTC, (0, 0, before, 0))
         else:
-            joined = torch.cat([earlier_BKC.to(x_BTC.dtype), x_BTC], dim=1)
+            joined = torch.cat([state_BKC.to(x_BTC.dtype), x_BTC], dim=1)
         # A copy, because a view of a few rows would keep all of them alive.
         last = joined[:, joined.shape[1] - before :].clone()
         return short_convolution(joined, self.weight, unit_size=self.unit_size), last
