@@ -69,6 +69,7 @@ cases(
     ("train", "Missing argument 'CONFIG'"),
     ("gpus h100", "unexpected extra argument(s) (h100)"),
     ("predict p.py:ok --gpu", "Option '--gpu' requires an argument"),
+    ("fit p.py:ok --gpu rtx3090 --gpu=a100", "--gpu was given 2 times; give it once"),
     ("predict p.py:ok --html no/f.html", "--html 'no/f.html': the directory 'no' does not exist"),
     ("predict p.py:ok --json=yes", "Option '--json' does not take a value"),
     ("fixes --only micro_batches", "--only tries fixes on a target"),

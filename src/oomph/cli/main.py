@@ -113,7 +113,7 @@ def run(arguments: Sequence[str]) -> int:
         with _warnings_on_stderr():
             # Not `app()`, which handles Ctrl-C, closed pipes and the end of the input in its own way.
             command = _command()
-            _check_options_of_script(arguments)
+            _check_options(arguments)
             with command.make_context("oomph", list(arguments) or ["--help"]) as context:
                 return int(command.invoke(context) or 0)
     except typer.Exit as end:
@@ -184,12 +184,16 @@ def _options(command: str) -> list[str]:
     return ["--help", *(name for each in parameters for name in each.opts if name.startswith("--"))]
 
 
-def _check_options_of_script(arguments: Sequence[str]) -> None:
-    """Options before `--` are ours. Without it, one that is nearly ours is misspelt."""
+def _check_options(arguments: Sequence[str]) -> None:
+    """Options before `--` are ours, each given once. Without it, one that is nearly ours is misspelt."""
     if not arguments or arguments[0] not in ("predict", "diagnose", "fixes", "fit", "measure"):
         return
     separated = "--" in arguments
     ours = arguments[1 : arguments.index("--")] if separated else arguments[1:]
+    for each in _command().commands[arguments[0]].params:
+        given = [word for word in ours if word.startswith("--") and word.partition("=")[0] in each.opts]
+        if len(given) > 1 and not each.multiple and not each.is_flag:
+            raise UserError(f"{each.opts[0]} was given {len(given)} times; give it once")
     if "-m" not in ours and not any(word.endswith(".py") for word in ours):
         return
     options = _options(arguments[0])
