@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         ProgramError as ProgramError,
         UserError as UserError,
     )
-    from oomph.fixes import apply as apply
+    from oomph.fixes import apply as apply, undo as undo
     from oomph.measurement import measure as measure
     from oomph.planning import fit as fit
     from oomph.prediction import Script as Script, predict as predict
@@ -68,7 +68,7 @@ __getattr__, __dir__, __all__ = _attach(
     {
         "diagnosis": ("diagnose",),
         "errors": ("ArgumentError", "OomphError", "ProgramError", "UserError"),
-        "fixes": ("apply",),
+        "fixes": ("apply", "undo"),
         "measurement": ("measure",),
         "planning": ("fit",),
         "prediction": ("Script", "predict"),

@@ -133,7 +133,7 @@ def test_apply_takes_a_live_model_and_undo_restores_it():
     assert [type(change) for change in changed] == [oomph.Change] * 2
     assert model(torch.tensor(3.0)) == 13
     for _ in range(2):
-        fixes.undo(model)
+        oomph.undo(model)
         assert state_of(model) == state
         assert fixes.changes_in(model) == ()
     with pytest.raises(UserError, match="'accumulating' changes the step, not the model"):
