@@ -1,4 +1,4 @@
-"""Packages offer their names at once and import what is behind them when it is asked for."""
+"""Packages that offer their names at once, and import what is behind them when it is asked for."""
 
 import ast
 import importlib
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGES = ["oomph", "oomph.ops", "oomph.nn"]
+PACKAGES = ["oomph", "oomph.fixes"]
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -42,15 +42,13 @@ def test_type_checkers_see_the_same_names(package):
 
 def test_importing_the_packages_imports_nothing_behind_them():
     program = (
-        "import sys, oomph, oomph.ops, oomph.nn\n"
+        "import sys, oomph, oomph.fixes\n"
         "loaded = {name for name in sys.modules if name.startswith('oomph')}\n"
-        "assert loaded == {'oomph', 'oomph.ops', 'oomph.nn'}, loaded\n"
+        "assert loaded == {'oomph', 'oomph.fixes'}, loaded\n"
         "assert 'torch' not in sys.modules\n"
-        "from oomph.ops import tiled_mlp\n"
-        "assert 'oomph.ops.mlp' in sys.modules and 'oomph.ops.modulation' not in sys.modules\n"
-        "assert oomph.ops.tiled_mlp is tiled_mlp\n"
-        "from oomph.ops import rotary\n"
-        "assert 'torch._dynamo' not in sys.modules, 'the compiler takes seconds to load'\n"
+        "import oomph.ops, oomph.nn\n"
+        "slow = {'torch._dynamo', 'triton', 'transformers', 'typer', 'rich'} & set(sys.modules)\n"
+        "assert not slow, slow\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
