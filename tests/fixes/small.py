@@ -141,11 +141,19 @@ def state_of(model):
             type(module),
             {key: (id(value), _entries(value)) for key, value in own.items()},
             _entries(module._parameters),
-            _entries(module._buffers),
+            _values(module._buffers),
             _entries(module._modules),
         )
     config = getattr(model, "config", None)
     return modules, None if config is None else copy.deepcopy(vars(config))
+
+
+def _values(buffers):
+    """In their order, with the bits of each: undo may bring back an equal tensor."""
+    return [
+        (name, None if one is None else (one.dtype, one.stride(), one.flatten().view(torch.uint8).tolist()))
+        for name, one in buffers.items()
+    ]
 
 
 def _entries(value):

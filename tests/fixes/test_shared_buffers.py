@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -37,6 +38,18 @@ def test_undo_of_a_moved_model_gives_each_layer_its_own_where_the_model_is():
     assert len(masks(model)) == 3
     assert {block.attention.mask.dtype for block in model.blocks} == {torch.float64}
     assert model.to(torch.float32) is model
+
+
+def test_the_copies_are_freed_and_undo_keeps_what_was_loaded_since():
+    model = seeded(TinyLM)
+    copies = [weakref.ref(block.attention.mask) for block in model.blocks[1:]]
+    fixes.apply_to_model("shared_buffers", model)
+    assert all(copy() is None for copy in copies)
+    state = {name: value + 1 for name, value in model.state_dict().items()}
+    model.load_state_dict(state)
+    fixes.undo(model)
+    assert len(masks(model)) == 3
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
 def test_a_different_value_is_not_shared_and_neither_is_minus_zero():

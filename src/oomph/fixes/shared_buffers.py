@@ -71,8 +71,10 @@ class SharedBuffers(Fix):
             )
         for first, *others in groups:
             for buffer in others:
+                buffer.module._buffers[buffer.name] = first.tensor
                 what = f"is the same tensor as {first.full_name}"
-                journal.set(buffer.module, buffer.name, first.tensor, buffer.full_name, what)
+                # The journal keeps no copy: what is replaced on a GPU must be freed there.
+                journal.record(buffer.full_name, what, partial(_unshare, buffer))
         full_names = tuple(tuple(buffer.full_name for buffer in group) for group in groups)
         handle = model.register_load_state_dict_pre_hook(partial(_check_state_dict, groups=full_names))
         what = "checks that a loaded state dict has equal values for shared buffers"
@@ -83,6 +85,12 @@ class SharedBuffers(Fix):
         journal.wrap_forward(
             model, partial(_checking_versions, shared=firsts), "", "checks that no shared buffer is written"
         )
+
+
+def _unshare(buffer: _Buffer) -> None:
+    shared = buffer.module._buffers.get(buffer.name)
+    if shared is not None:
+        buffer.module._buffers[buffer.name] = shared.clone()
 
 
 def _check_state_dict(
