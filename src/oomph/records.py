@@ -176,11 +176,13 @@ class DimensionNames:
 
     Ids and masks are [B, T], and what is as long in a later tensor is T, too: [B, T, F], [B, 1, T, T].
     Images are [B, C, H, W], their masks [B, H, W]. Others have no name, "": floats may be [B, T, F] as well
-    as audio [B, C, T]. With `guess`, T is their second dimension, or the third if the second is 1 or 2.
+    as audio [B, C, T]. With `guess`, T is their second dimension, or the third if the second is 1 or 2;
+    beside ids of another length it is "T of floats".
     """
 
     def __init__(self, guess: bool = False) -> None:
         self._guess = guess
+        self.guessed: tuple[int, ...] = ()  # shape of the last tensor whose T is a guess
         self._length: int | None = None  # T of the last tensor that has it
         self._image: tuple[int, ...] = ()  # H and W of the last image
         self._volume: tuple[int, ...] = ()  # the last three sizes of the last volume or video
@@ -200,9 +202,14 @@ class DimensionNames:
         elif len(sizes) == 2 and (sizes == self._image or self._is_label_map(sizes, dtype)):
             names[1:] = "H", "W"
         elif sizes:
-            if length not in sizes and (self._guess or (is_mask and len(sizes) == 1)):
-                length = self._length = sizes[-1] if sizes[0] <= 2 else sizes[0]
-            names[1:] = ["T" if size == length else "" for size in sizes]
+            is_ids = is_mask and len(sizes) == 1 and sizes[0] > 1
+            guessed = length is None or bool(self.guessed)
+            if length not in sizes and (self._guess or is_ids):
+                length = sizes[-1] if sizes[0] <= 2 else sizes[0]
+                if is_ids or guessed:
+                    self._length, self.guessed = length, () if is_ids else tuple(shape)
+            name = "T" if length == self._length else "T of floats"
+            names[1:] = [name if size == length else "" for size in sizes]
             if len(sizes) == 2 and sizes[0] == length and not (is_mask and sizes[1] == length):
                 names[2] = "F"
         return names

@@ -142,6 +142,21 @@ def test_dimensions_without_a_sure_name(layer, shape, sizes, resized):
     assert named_shapes(found.batch) == [f"[B={resized[0]}, {', '.join(map(str, resized[1:]))}]"]
 
 
+@pytest.mark.usefixtures("in_process")
+def test_lengths_of_audio_beside_ids():
+    samples = [(torch.zeros(1, 160 + i), torch.ones(16 - i, dtype=torch.long)) for i in range(4)]
+
+    def training():
+        for audio, ids in torch.utils.data.DataLoader(samples):
+            audio.cuda(), ids.cuda()
+        nn.Linear(1, 1).cuda()(torch.ones(1, 1, device="cuda")).sum().backward()
+
+    with pytest.raises(UserError, match=r"\[1, 1, 160\] as well as ids \[1, 16\] .*, as --sizes 16=32"):
+        oomph.predict(training, sizes={"T": 32})
+    found = oomph.predict(training, sizes="longest")
+    assert {each.shape for each in found.batch} == {(1, 1, 163), (1, 16)}
+
+
 def test_a_failure_after_a_wrong_guess_is_blamed_on_the_size(tmp_path, capsys):
     (tmp_path / "train.py").write_text("""
 import torch

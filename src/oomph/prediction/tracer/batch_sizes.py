@@ -40,8 +40,16 @@ class BatchSizes:
             self._rows = shape[0]
         elif shape != (self._rows,):  # such as the weights of classes: no batch
             return tensor
+        guessed = self._names.guessed
+        names = self._names.of(shape, str(tensor.dtype))
+        if guessed and not self._names.guessed and "T" in self.wanted:
+            size = f"{shape[1]}={self.wanted['T']}"
+            raise UserError(
+                f"--sizes T: the program moves {list(guessed)} as well as ids {list(shape)} to the GPU, of "
+                f"other lengths; give the size of the dimension that is meant, as --sizes {size}"
+            )
         out = tensor
-        for dim, name in enumerate(self._names.of(shape, str(tensor.dtype))):
+        for dim, name in enumerate(names):
             key = name if name in self.wanted else str(shape[dim])
             wanted = self.wanted.get(key, shape[dim])
             if key in self.wanted:
@@ -70,13 +78,15 @@ class BatchSizes:
             count = len(data)
         except TypeError:
             return
-        began, seen = time.monotonic(), 0
+        began, seen, names = time.monotonic(), 0, self._names
         for index in range(count):
-            for name, size in _sizes_of_sample(data[index]):
+            names = DimensionNames(guess=True)
+            for name, size in _sizes_of_sample(data[index], names):
                 self.wanted[name] = max(size, self.wanted.get(name, 0))
             seen += 1
             if time.monotonic() - began > _MOST_SECONDS:
                 break
+        self._names = names
         found = " ".join(f"{name}={size}" for name, size in self.wanted.items())
         if found:
             of = f"all {count:,}" if seen == count else f"the first {seen:,} of {count:,}"
@@ -95,23 +105,21 @@ class BatchSizes:
         raise UserError(f"--sizes {asked}: {why} in what the program moves to the GPU ({what}){hint}")
 
 
-def _sizes_of_sample(sample: Any) -> list[tuple[str, int]]:
+def _sizes_of_sample(sample: Any, names: DimensionNames) -> list[tuple[str, int]]:
+    """Ids first, because they decide what T is."""
     if isinstance(sample, Mapping):
-        sample = dict(sample)
-    if _is_list_of_numbers(sample):
-        return [("T", len(sample))]
-    found: list[tuple[str, int]] = []
-    dimension_names = DimensionNames(guess=True)
-    parts = sample if isinstance(sample, (list, tuple)) else [sample]
-    for part in sample.values() if isinstance(sample, dict) else parts:
+        sample = list(dict(sample).values())
+    parts = sample if isinstance(sample, (list, tuple)) and not _is_list_of_numbers(sample) else [sample]
+    arrays = []
+    for part in parts:
         if _is_list_of_numbers(part):
-            found.append(("T", len(part)))
+            arrays.append(((len(part),), "float" if isinstance(part[0], float) else "int"))
         elif hasattr(part, "shape") and hasattr(part, "dtype") and len(part.shape):
-            names = dimension_names.of((1, *part.shape), str(part.dtype))[1:]  # without the batch's dimension
-            found += [
-                (name, size) for name, size in zip(names, part.shape, strict=True) if name in BATCH_SIZES
-            ]
-    return found
+            arrays.append((tuple(part.shape), str(part.dtype)))
+    found: list[tuple[str, int]] = []
+    for shape, dtype in sorted(arrays, key=lambda array: len(array[0]) > 1 or "float" in array[1]):
+        found += zip(names.of((1, *shape), dtype)[1:], shape, strict=True)  # without the batch's dimension
+    return [(name, size) for name, size in found if name in (*BATCH_SIZES, "T of floats")]
 
 
 def _is_list_of_numbers(value: Any) -> bool:
