@@ -51,10 +51,13 @@ def _has_own_code(model: nn.Module) -> bool:
 def attention_matrices(prediction: Prediction) -> list[str]:
     """Modules that keep softmax results [..., T, S] for backward.
 
-    A batched product of that shape precedes each, in the same module or its parent.
+    A batched product of that shape precedes each, in the same module or its parent. Not those whose
+    weights are dropped.
     """
     products: dict[str, set[tuple[int, ...]]] = {}
     found: dict[str, None] = {}
+    weights: dict[int | None, str] = {}  # id of a softmax result or its cast -> module
+    dropped: set[str] = set()
     for made in prediction.allocations:
         if made.stage != "forward activations" or len(made.shape) < 3:
             continue
@@ -65,7 +68,13 @@ def attention_matrices(prediction: Prediction) -> list[str]:
             shapes = products.get(made.module, set()) | products.get(_parent(made.module), set())
             if shape in shapes:
                 found[made.module] = None
-    return list(found)
+                weights[made.id] = made.module
+        elif made.parent in weights:
+            if op == "aten._to_copy":
+                weights[made.id] = weights[made.parent]
+            elif op == "aten.native_dropout":
+                dropped.add(weights[made.parent])
+    return [module for module in found if module not in dropped]
 
 
 def _owner(model: nn.Module, path: str) -> str:
