@@ -355,13 +355,6 @@ class NPTModel(nn.Module):
         self.base.eval()
         return self
 
-    @property
-    def np_layers(self) -> list[NPTLayer]:
-        return [each for each in _decoder_layers(self.base) if isinstance(each, NPTLayer)]
-
-    def trained_parameters(self) -> list[nn.Parameter]:
-        return [each for each in self.parameters() if each.requires_grad]
-
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
     ) -> NPTOutput:
@@ -397,11 +390,6 @@ class NPTModel(nn.Module):
         loss = linear_cross_entropy(hidden, head.weight, labels, bias=bias, shift=True, ignore_index=-100)
         assert isinstance(loss, Tensor)
         return loss
-
-    def teacher_logits(self, input_ids: Tensor) -> Tensor:
-        """The logits of the original model."""
-        logits: Tensor = _head(self.base)(self._hidden("teacher", input_ids, None))
-        return logits
 
     def _hidden(self, role: str, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
         self.current.role = role
