@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from benchmarks import ROOT
+from benchmarks.rows import stored
 from benchmarks.systems.figures import Rows, collect
 from oomph.systems import SYSTEMS
 
-Verdict = Literal["right", "wrong", "in part"]
-VERDICTS: tuple[Verdict, ...] = Verdict.__args__  # type: ignore[attr-defined]
+CLAIMS = ROOT / "src" / "oomph" / "systems" / "claims.csv"
+VERDICTS = ("right", "wrong", "in part")
 NO_FIGURE = "-"
 
 
@@ -36,34 +37,22 @@ class Figures:
         return f"{100 * (self.ratio(name, other, 'ms') - 1):+.0f} %"
 
 
-@dataclass(frozen=True)
-class Claim:
-    """`derive` computes the figure and returns it as text; nothing in it is copied from the report.
+class Claim(NamedTuple):
+    """How the figures of a claim are computed; nothing in it is copied from the report.
 
-    figure: the same figure from rows, evaluated once on predicted and once on measured ones.
+    derive: by hand; None where claims.csv says it in words alone.
+    figure: from rows, evaluated once on predicted and once on measured ones.
     measured_as: for the measured column instead, where other rows are measured than predicted.
     """
 
-    text: str  # the subject of the claim
-    claimed: str
-    derive: Callable[[], str]
-    verdict: Verdict
-    why: str
-    figure: Callable[[Figures], str] | None = None
+    derive: Callable[[], str] | None
+    figure: Callable[[Figures], str]
     measured_as: Callable[[Figures], str] | None = None
 
-    def predicted(self) -> str:
-        return _text(self.figure, Figures("predicted"))
 
-    def measured(self) -> str:
-        return _text(self.measured_as or self.figure, Figures("measured"))
-
-
-def _text(figure: Callable[[Figures], str] | None, figures: Figures) -> str:
-    if figure is None:
-        return NO_FIGURE
+def _text(figure: Callable[[Figures], str], kind: Literal["predicted", "measured"]) -> str:
     try:
-        return figure(figures)
+        return figure(Figures(kind))
     except KeyError:
         return NO_FIGURE
 
@@ -74,21 +63,18 @@ def stored_figures() -> Rows:
 
 
 def claim_rows() -> list[dict[str, str]]:
-    """All claims as text, report by report."""
-    return [
-        {
-            "report": system.report,
-            "claim": claim.text,
-            "claimed": claim.claimed,
-            "derived": claim.derive(),
-            "predicted": claim.predicted(),
-            "measured": claim.measured(),
-            "verdict": claim.verdict,
-            "why": claim.why,
-        }
-        for system in SYSTEMS.values()
-        for claim in import_module(f"benchmarks.systems.claims_{system.name}").CLAIMS
-    ]
+    """The rows of claims.csv with their figures computed again; its words are written by hand."""
+    rows = stored(CLAIMS)
+    for system in SYSTEMS.values():
+        claims: dict[str, Claim] = import_module(f"benchmarks.systems.claims_{system.name}").CLAIMS
+        of_report = {row["claim"]: row for row in rows if row["report"] == system.report}
+        for text in {**of_report, **claims}:
+            row, claim = of_report[text], claims[text]
+            if claim.derive is not None:
+                row["derived"] = claim.derive()
+            row["predicted"] = _text(claim.figure, "predicted")
+            row["measured"] = _text(claim.measured_as or claim.figure, "measured")
+    return rows
 
 
 def gib(size: float) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 from torch import nn
 
@@ -114,189 +115,93 @@ def _component(name: str) -> str:
     return f"{count / 1e6:.3f}M, {mb(4 * count)}"
 
 
-CLAIMS = (
-    Claim(
-        "every word of the data in the vocabulary",
-        "30K-50K+ instead of 10K",
+def _embedding(words: int, f: Figures) -> str:
+    """Of so many words: the model has two, and counts with two vocabularies give the size of a word."""
+    return millions((f(_BEFORE, "count") - f(_AFTER, "count")) * words / (WORDS - CAPPED) / 2)
+
+
+_50_000_WORDS = Claim(lambda: millions(WORDS * PRESETS["report"].hidden_size), partial(_embedding, WORDS))
+CLAIMS = {
+    "every word of the data in the vocabulary": Claim(
         lambda: f"{WIKITEXT_2_VOCABULARY:,} in WikiText-2 with its <unk>; the rows below have {WORDS:,}",
-        "right",
-        "the published size of the tokenized WikiText-2's vocabulary; it adds parameters, not the missing 40 GB",
         lambda f: f"{mb(f(_BEFORE, 'parameters') - f(_AFTER, 'parameters'))} more parameters at {WORDS:,}",
     ),
-    Claim(
-        "token embeddings with 50,000 words",
-        "25.6M",
-        lambda: f"{millions(WORDS * PRESETS['report'].hidden_size)}",
-        "right",
-        "50,000 x 512",
-        lambda f: f"{millions((f(_BEFORE, 'count') - f(_AFTER, 'count')) * WORDS / (WORDS - CAPPED) / 2)}",
-    ),
-    Claim(
-        "LM head with 50,000 words",
-        "25.6M",
-        lambda: f"{millions(WORDS * PRESETS['report'].hidden_size)}",
-        "right",
-        "50,000 x 512, not tied",
-        lambda f: f"{millions((f(_BEFORE, 'count') - f(_AFTER, 'count')) * WORDS / (WORDS - CAPPED) / 2)}",
-    ),
-    Claim(
-        "the model with 50,000 words",
-        "200M+",
-        lambda: millions(total_params(WORDS)),
-        "wrong",
-        "no configuration of the report has 200M",
-        lambda f: _count(f, _BEFORE),
-    ),
-    Claim(
-        "that model takes",
-        "5-6 GB",
+    "token embeddings with 50,000 words": _50_000_WORDS,
+    "LM head with 50,000 words": _50_000_WORDS,
+    "the model with 50,000 words": Claim(lambda: millions(total_params(WORDS)), lambda f: _count(f, _BEFORE)),
+    "that model takes": Claim(
         lambda: (
             f"{gb(4 * total_params(WORDS))} in fp32, {gb(ADAM * 4 * total_params(WORDS))} with gradients and Adam"
         ),
-        "wrong",
-        "70M parameters of 4 bytes",
         lambda f: gb(f(_BEFORE, "parameters")),
     ),
-    Claim(
-        "40 GB+ are gradients and optimizer state",
-        "40GB+",
+    "40 GB+ are gradients and optimizer state": Claim(
         lambda: f"{gb((ADAM - 1) * 4 * total_params(WORDS))}; {_cause()}",
-        "wrong",
-        "at B=8, T=512 the products by broadcasting alone pass 40 GB",
         lambda f: (
             f"{gb(f(_BEFORE, 'gradients') + f(_BEFORE, 'optimizer'))} of {gb(f(_NAIVE))} for the naive step"
         ),
     ),
-    Claim(
-        "batch 8 does not fit 80 GB",
-        "OOM",
-        _cause,
-        "right",
-        "for another reason than the report's; the model fits with the same vocabulary",
-        lambda f: f"{gib(f(_NAIVE))}; the model {gib(f('pythia report model 8 x 512'))}",
+    "batch 8 does not fit 80 GB": Claim(
+        _cause, lambda f: f"{gib(f(_NAIVE))}; the model {gib(f('pythia report model 8 x 512'))}"
     ),
-    Claim(
-        "all batches in memory",
-        "memory-inefficient",
+    "all batches in memory": Claim(
         lambda: f"{mb(8 * WIKITEXT_2_WORDS)} for WikiText-2 as int64",
-        "in part",
-        "true, and too little to matter for this failure",
         lambda f: f"{mb(8 * f('data resident', 'tokens'))} for WikiText-2",
     ),
-    Claim(
-        "batch 32 works after the fix",
-        "32+ on 80 GB",
+    "batch 32 works after the fix": Claim(
         lambda: f"{broadcast_products()} products of {gb(broadcast_bytes(32, 128))}",
-        "right",
-        "the shorter sequence makes it fit, 128 instead of 512 tokens",
         lambda f: f"{gib(f(_NAIVE_AFTER))} naive, {gib(f(_MODEL_AFTER))} model",
     ),
-    Claim(
-        "the cap makes it the 70M model",
-        "~70M",
-        lambda: f"{PRESETS['pythia'].get_total_params():,} at 50,304 words",
-        "wrong",
-        "70M needs the published vocabulary of 50,304; a cap of 10,000 words trains a smaller model",
-        _count,
+    "the cap makes it the 70M model": Claim(
+        lambda: f"{PRESETS['pythia'].get_total_params():,} at 50,304 words", _count
     ),
-    Claim(
-        "model, gradients and optimizer after the fix",
-        "5-8 GB",
+    "model, gradients and optimizer after the fix": Claim(
         lambda: f"{gb(ADAM * 4 * total_params(CAPPED))}",
-        "wrong",
-        "29.2M parameters, 16 bytes each",
         lambda f: gb(sum(f(_AFTER, part) for part in ("parameters", "gradients", "optimizer"))),
     ),
-    Claim(
-        "token embeddings, 10,000 words",
-        "5.1M, 20MB",
+    "token embeddings, 10,000 words": Claim(
         lambda: _component("token embeddings"),
-        "right",
-        "10,000 x 512",
-        lambda f: millions((f(_BEFORE, "count") - f(_AFTER, "count")) * CAPPED / (WORDS - CAPPED) / 2),
+        partial(_embedding, CAPPED),
     ),
-    Claim(
-        "position embeddings",
-        "65K, 0.3MB",
+    "position embeddings": Claim(
         lambda: _component("position embeddings"),
-        "right",
-        "128 x 512",
         lambda f: (
             f"{f(_AFTER, 'count') - parameter_table()['total'] + 128 * 512:,.0f}, the rest of the count"
         ),
     ),
-    Claim(
-        "parameters of the six layers",
-        "6 x 11M = 66M, 264MB",
+    "parameters of the six layers": Claim(
         lambda: (
             f"6 x {layer_params() / 1e6:.3f}M = {6 * layer_params() / 1e6:.2f}M; "
             f"published: 6 x {layer_params('pythia') / 1e6:.3f}M"
         ),
-        "wrong",
-        "4 d^2 of attention and 8 d^2 of MLP at d 512 are 3.15M; the published layers have more biases",
         lambda f: millions(f(_AFTER, "count") - 2 * CAPPED * 512 - 128 * 512),
     ),
-    Claim(
-        "LM head, 10,000 words",
-        "5.1M, 20MB",
+    "LM head, 10,000 words": Claim(
         lambda: _component("LM head"),
-        "right",
-        "10,000 x 512, not tied",
-        lambda f: millions((f(_BEFORE, "count") - f(_AFTER, "count")) * CAPPED / (WORDS - CAPPED) / 2),
+        partial(_embedding, CAPPED),
     ),
-    Claim(
-        "the model with 10,000 words, and what get_total_params() prints",
-        "~76M, 304 MB in fp32",
-        lambda: f"{millions(total_params(CAPPED))}, {total_params(CAPPED) * 4 / 1e6:.0f} MB",
-        "wrong",
-        "follows from the 66M above",
-        _count,
+    "the model with 10,000 words, and what get_total_params() prints": Claim(
+        lambda: f"{millions(total_params(CAPPED))}, {total_params(CAPPED) * 4 / 1e6:.0f} MB", _count
     ),
-    Claim(
-        "gradients",
-        "304MB",
-        lambda: mb(4 * total_params(CAPPED)),
-        "wrong",
-        "as large as the parameters, which are fewer",
-        lambda f: mb(f(_AFTER, "gradients")),
-    ),
-    Claim(
-        "Adam's two averages",
-        "608MB",
-        lambda: mb(8 * total_params(CAPPED)),
-        "wrong",
-        "twice the parameters, which are fewer",
-        lambda f: mb(f(_AFTER, "optimizer")),
-    ),
-    Claim(
-        "activations at B=32, T=128",
-        "~2GB",
+    "gradients": Claim(lambda: mb(4 * total_params(CAPPED)), lambda f: mb(f(_AFTER, "gradients"))),
+    "Adam's two averages": Claim(lambda: mb(8 * total_params(CAPPED)), lambda f: mb(f(_AFTER, "optimizer"))),
+    "activations at B=32, T=128": Claim(
         lambda: (
             f"{gb(broadcast_products() * 2 * broadcast_bytes(32, 128))} of copies for the naive products alone"
         ),
-        "wrong",
-        "the naive form needs far more, a batched product far less",
         lambda f: (
             f"{gb(f(_NAIVE_AFTER) - 4 * f(_AFTER, 'parameters'))} naive, {gb(f(_AFTER, 'activations'))} model"
         ),
     ),
-    Claim(
-        "the same after the fix, in all, B=32, T=128",
-        "5-8 GB, and 3.2 GB further on",
+    "the same after the fix, in all, B=32, T=128": Claim(
         lambda: (
             f"{gb(ADAM * 4 * total_params(CAPPED))} of parameters, gradients and Adam; "
             f"{broadcast_products()} products of {gb(broadcast_bytes(32, 128))}"
         ),
-        "wrong",
-        "two figures for the same run; the products are still computed by broadcasting",
         lambda f: f"{gb(f(_NAIVE_AFTER))} naive, {gb(f(_MODEL_AFTER))} model",
     ),
-    Claim(
-        "--sparse saves attention at 128 tokens",
-        "sparse attention",
+    "--sparse saves attention at 128 tokens": Claim(
         lambda: ", ".join("{} of {} blocks at T={}".format(*attended_blocks(t), t) for t in (128, 256, 512)),
-        "wrong",
-        "with blocks of 64, all blocks of 128 tokens are neighbours: none is skipped",
         lambda f: (
             f"at 512 tokens {f.slower('pythia report model 8 x 512 local', 'pythia report model 8 x 512')}; at 16,384: "
             + ", ".join(
@@ -308,13 +213,9 @@ CLAIMS = (
             f"at 512 tokens {f.slower('pythia report model 8 x 512 local', 'pythia report model 8 x 512')} time"
         ),
     ),
-    Claim(
-        "shared-memory tiles of 16 x 16 speed up the matrix products",
-        "2-3 x",
+    "shared-memory tiles of 16 x 16 speed up the matrix products": Claim(
         lambda: f"{TILE} times fewer reads of global memory; how much faster depends on caches",
-        "in part",
-        "faster by less than claimed, and five times slower than cuBLAS",
         lambda f: _tiled_bounds(),
         _matmul,
     ),
-)
+}
