@@ -23,6 +23,8 @@ from oomph.systems.longctx.naive import NaiveLongContext
 from oomph.systems.npt import naive as naive_npt
 from oomph.systems.pythia.naive import NaivePythia
 
+CHECKPOINTED = ("activation_checkpointing",)
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -78,97 +80,78 @@ def _adamw(params: Any) -> torch.optim.Optimizer:
 
 
 def _hatchling() -> list[Entry]:
-    config = hatchling.PRESETS["hn_xs"]
-    options: dict[str, Any] = {"autocast": "bfloat16"}
-    model = language(config.build, config.vocab_size, 16, 256, **options)
-    naive = language(lambda: NaiveHatchling(config), config.vocab_size, 16, 256, **options)
-    small = hatchling.PRESETS["hn_s"]
+    xs = hatchling.PRESETS["hn_xs"]
+    naive = partial(NaiveHatchling, xs)
 
-    def other(form: str, batch: int, tokens: int, build: Callable[[], nn.Module]) -> Entry:
-        shape = f"{batch} x {tokens}"
-        return Entry(
-            "hatchling hn_xs", form, shape, language(build, config.vocab_size, batch, tokens, **options)
-        )
-
-    def in_mode(mode: str) -> Callable[[], nn.Module]:
-        return replace(config, kda_mode=mode).build
+    def entry(
+        form: str,
+        batch: int,
+        tokens: int,
+        build: Callable[[], nn.Module] = xs.build,
+        fixes: tuple[str, ...] = (),
+        preset: str = "hn_xs",
+    ) -> Entry:
+        vocabulary = hatchling.PRESETS[preset].vocab_size
+        workload = language(build, vocabulary, batch, tokens, autocast="bfloat16")
+        return Entry(f"hatchling {preset}", form, f"{batch} x {tokens}", workload, fixes)
 
     return [
-        *(
-            other(f"chunked_updates {size}", 16, 256, partial(NaiveHatchling, config, size))
-            for size in (16, 32, 64, 128)
-        ),
-        other("naive", 8, 256, partial(NaiveHatchling, config)),
-        other("sequential", 16, 256, in_mode("sequential")),
-        other("chunked", 16, 256, in_mode("chunked")),
-        *(other("model", batch, tokens, config.build) for batch, tokens in ((10, 512), (6, 768), (5, 1024))),
-        Entry("hatchling hn_xs", "model", "16 x 256", model),
-        Entry("hatchling hn_xs", "model", "16 x 256", model, ("activation_checkpointing",)),
-        Entry("hatchling hn_xs", "naive", "16 x 256", naive),
-        Entry("hatchling hn_xs", "naive", "16 x 256", naive, ("activation_checkpointing",)),
-        Entry(
-            "hatchling hn_s",
-            "model",
-            "1 x 4096",
-            language(small.build, small.vocab_size, 1, 4096, **options),
-        ),
+        *(entry(f"chunked_updates {size}", 16, 256, partial(naive, size)) for size in (16, 32, 64, 128)),
+        entry("naive", 8, 256, naive),
+        *(entry(mode, 16, 256, replace(xs, kda_mode=mode).build) for mode in ("sequential", "chunked")),
+        *(entry("model", batch, tokens) for batch, tokens in ((10, 512), (6, 768), (5, 1024), (16, 256))),
+        entry("model", 16, 256, fixes=CHECKPOINTED),
+        entry("naive", 16, 256, naive),
+        entry("naive", 16, 256, naive, CHECKPOINTED),
+        entry("model", 1, 4096, hatchling.PRESETS["hn_s"].build, preset="hn_s"),
     ]
 
 
 def _pythia() -> list[Entry]:
     report, published = pythia.PRESETS["report"], pythia.PRESETS["pythia"]
-    long = replace(report, vocab_size=50_304, seq_len=512)
-    sparse = replace(long, sparse="local")
-    tokens = 16_384
+    wide = replace(report, vocab_size=50_304)
+    long = replace(wide, seq_len=512)
 
-    def at_16k(pattern: str | None) -> Entry:
-        build = replace(report, seq_len=tokens, sparse=pattern).build
-        return Entry("pythia report", pattern or "dense", f"1 x {tokens}", language(build, 10_000, 1, tokens))
+    def entry(
+        form: str,
+        batch: int,
+        tokens: int,
+        config: Any,
+        suffix: str = "",
+        build: Callable[[], nn.Module] | None = None,
+        preset: str = "report",
+        **options: Any,
+    ) -> Entry:
+        workload = language(build or config.build, config.vocab_size, batch, tokens, **options)
+        return Entry(f"pythia {preset}", form, f"{batch} x {tokens}{suffix}", workload)
 
     return [
-        *map(at_16k, (None, "local", "global", "mixed")),
-        Entry(
-            "pythia report",
-            "model",
-            "32 x 128, V 50,304",
-            language(replace(report, vocab_size=50_304).build, 50_304, 32, 128),
+        *(
+            entry(pattern or "dense", 1, 16_384, replace(report, seq_len=16_384, sparse=pattern))
+            for pattern in (None, "local", "global", "mixed")
         ),
-        Entry("pythia report", "model", "32 x 128, V 10,000", language(report.build, 10_000, 32, 128)),
-        Entry("pythia report", "model", "8 x 512", language(long.build, 50_304, 8, 512)),
-        Entry("pythia report", "model", "8 x 512 local", language(sparse.build, 50_304, 8, 512)),
-        Entry(
-            "pythia published",
-            "model",
-            "4 x 2048",
-            language(published.build, 50_304, 4, 2048, dtype="bfloat16"),
-        ),
-        Entry("pythia report", "naive", "8 x 512", language(lambda: NaivePythia(long), 50_304, 8, 512)),
-        Entry(
-            "pythia report",
-            "naive",
-            "32 x 128, V 10,000",
-            language(lambda: NaivePythia(report), 10_000, 32, 128),
-        ),
+        entry("model", 32, 128, wide, ", V 50,304"),
+        entry("model", 32, 128, report, ", V 10,000"),
+        entry("model", 8, 512, long),
+        entry("model", 8, 512, replace(long, sparse="local"), " local"),
+        entry("model", 4, 2048, published, preset="published", dtype="bfloat16"),
+        entry("naive", 8, 512, long, build=partial(NaivePythia, long)),
+        entry("naive", 32, 128, report, ", V 10,000", partial(NaivePythia, report)),
     ]
 
 
 def _longctx() -> list[Entry]:
     dense, sparse = longctx.PRESETS["4B"], longctx.LongContextConfig.of("4B", "nsa")
-    fixes = ("activation_checkpointing",)
+    tokens = 32_768
 
-    def at(tokens: int, build: Callable[[], nn.Module]) -> oomph.Workload:
-        return language(build, dense.vocab_size, 1, tokens, dtype="bfloat16")
+    def entry(attention: str, form: str, build: Callable[[], nn.Module]) -> Entry:
+        workload = language(build, dense.vocab_size, 1, tokens, dtype="bfloat16")
+        return Entry(f"longctx 4B {attention}", form, f"1 x {tokens}", workload, CHECKPOINTED)
 
     return [
-        Entry("longctx 4B dense", "model", "1 x 32768", at(32_768, dense.build), fixes),
-        Entry("longctx 4B nsa", "model", "1 x 32768", at(32_768, sparse.build), fixes),
-        Entry(
-            "longctx 4B dense",
-            "naive",
-            "1 x 32768",
-            at(32_768, lambda: NaiveLongContext(dense, 32_768)),
-            ("activation_checkpointing",),
-        ),
+        entry("dense", "model", dense.build),
+        entry("nsa", "model", sparse.build),
+        entry("dense", "naive", partial(NaiveLongContext, dense, tokens)),
     ]
 
 
@@ -176,73 +159,60 @@ NPT_TOKENS = (4, 8)  # a loop over tokens adds the same for each: two lengths gi
 
 
 def _npt() -> list[Entry]:
-    config = npt.PRESETS["default"]
+    config, small = npt.PRESETS["default"], npt.PRESETS["small"]
     eight = replace(config, optimization=replace(config.optimization, use_8bit=True))
-    small = npt.PRESETS["small"]
 
-    def at(build: Callable[[], nn.Module], vocabulary: int, batch: int, tokens: int) -> oomph.Workload:
-        return language(build, vocabulary, batch, tokens, optimizer=_adamw)
+    def entry(
+        name: str,
+        form: str,
+        batch: int,
+        tokens: int,
+        build: Callable[[], nn.Module],
+        vocabulary: int = 128_256,
+        at_most_gib: float | None = None,
+    ) -> Entry:
+        workload = language(build, vocabulary, batch, tokens, optimizer=_adamw)
+        return Entry(f"npt {name}", form, f"{batch} x {tokens}", workload, at_most_gib=at_most_gib)
 
-    rows = [row for row in CONFIGURATIONS if row.component not in (None, "whole") and row.model != "GPT-2"]
+    per_token = partial(naive_npt.build, small, "per_token")
     return [
         *(
-            Entry(
-                f"npt {row.name}",
-                str(row.component),
-                f"1 x {tokens}",
-                at(partial(naive_npt.build, row.config, str(row.component)), 128_256, 1, tokens),
-            )
-            for row in rows
+            entry(row.name, row.component, 1, tokens, partial(naive_npt.build, row.config, row.component))
+            for row in CONFIGURATIONS
+            if row.component not in (None, "whole") and row.model != "GPT-2"
             for tokens in NPT_TOKENS
         ),
-        Entry(
-            "npt GPT-2 per token",
-            "naive",
-            "1 x 32",
-            at(lambda: naive_npt.build(small, "per_token"), 50_257, 1, 32),
-        ),
-        Entry("npt Llama-3.1-8B", "model", "4 x 512", at(config.build, 128_256, 4, 512), (), 17.5),
-        Entry("npt Llama-3.1-8B 8-bit", "model", "4 x 512", at(eight.build, 128_256, 4, 512), (), 10.0),
-        Entry("npt GPT-2", "model", "4 x 512", at(small.build, 50_257, 4, 512)),
-        Entry("npt GPT-2 whole", "naive", "1 x 64", at(lambda: naive_npt.build(small), 50_257, 1, 64)),
-        Entry(
-            "npt GPT-2 per token",
-            "naive",
-            "1 x 64",
-            at(lambda: naive_npt.build(small, "per_token"), 50_257, 1, 64),
-        ),
+        entry("GPT-2 per token", "naive", 1, 32, per_token, 50_257),
+        entry("Llama-3.1-8B", "model", 4, 512, config.build, at_most_gib=17.5),
+        entry("Llama-3.1-8B 8-bit", "model", 4, 512, eight.build, at_most_gib=10.0),
+        entry("GPT-2", "model", 4, 512, small.build, 50_257),
+        entry("GPT-2 whole", "naive", 1, 64, partial(naive_npt.build, small), 50_257),
+        entry("GPT-2 per token", "naive", 1, 64, per_token, 50_257),
     ]
 
 
 def _ginr() -> list[Entry]:
     config = ginr.PRESETS["default"]
-    bf16: dict[str, Any] = {"autocast": "bfloat16"}
 
     def solution(name: str, preset: str, batch: int = 64, *fixes: str) -> Entry:
         changed = ginr.PRESETS[preset]
-        workload = image(lambda: naive_ginr.build(changed), batch, size=changed.image_size)
+        workload = image(partial(naive_ginr.build, changed), batch, size=changed.image_size)
         return Entry(f"ginr {name}", "naive", f"{batch}, fp32", workload, fixes)
 
+    fp32, autocast = image(config.build, 64), image(config.build, 64, autocast="bfloat16")
     return [
         solution("solution 1", "solution_1_feedforward"),
         solution("solution 2", "solution_2_cross"),
         solution("solution 3", "default", 16),
-        solution("solution 4", "default", 64, "activation_checkpointing"),
+        solution("solution 4", "default", 64, *CHECKPOINTED),
         solution("solution 5", "solution_5_resolution"),
         solution("queries", "scent_queries"),
         solution("residual", "residual"),
-        Entry("ginr self", "model", "64, fp32", image(config.build, 64)),
-        Entry("ginr self", "model", "64, autocast", image(config.build, 64, **bf16)),
-        Entry(
-            "ginr self",
-            "model",
-            "64, autocast",
-            image(config.build, 64, **bf16),
-            ("activation_checkpointing",),
-            6.0,
-        ),
-        Entry("ginr self", "model", "64, fp32", image(config.build, 64), ("activation_checkpointing",), 6.0),
-        Entry("ginr self", "naive", "64, fp32", image(lambda: naive_ginr.build(config), 64)),
+        Entry("ginr self", "model", "64, fp32", fp32),
+        Entry("ginr self", "model", "64, autocast", autocast),
+        Entry("ginr self", "model", "64, autocast", autocast, CHECKPOINTED, 6.0),
+        Entry("ginr self", "model", "64, fp32", fp32, CHECKPOINTED, 6.0),
+        solution("self", "default"),
     ]
 
 
