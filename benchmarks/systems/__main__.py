@@ -6,7 +6,7 @@ python -m benchmarks.systems race [WORD ...]      # on a GPU: against Hugging Fa
 python -m benchmarks.systems predict [WORD ...]   # anywhere: the same forms and parts
 python -m benchmarks.systems judge                # anywhere: compares, writes systems.csv and parts.csv
 python -m benchmarks.systems stories              # anywhere: times `oomph systems NAME`: results/stories.csv
-python -m benchmarks.systems figures              # anywhere: writes the claims of the package
+python -m benchmarks.systems figures              # anywhere: the figures in the package's claims.csv
 
 Those on a GPU write results/systems_<gpu>.json and results/parts_<gpu>.json after every row. WORDs choose
 what has them in its name; `--new` leaves out what has a row already.
@@ -21,7 +21,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -30,13 +30,13 @@ from typing import Any
 import torch
 
 import oomph
-from benchmarks import RESULTS, ROOT
+from benchmarks import RESULTS
 from benchmarks.rows import error_percent, need_gpu, read_json, short_name, store_json, stored, write
-from benchmarks.systems.claims import NO_FIGURE, claim_rows
+from benchmarks.systems.claims import CLAIMS, NO_FIGURE, claim_rows
 from benchmarks.systems.entries import Entry, entries
 from benchmarks.systems.figures import PREDICTED, part_rows
 from benchmarks.systems.parts import milliseconds, parts, steps, values
-from benchmarks.systems.races import races, run
+from benchmarks.systems.races import Race, races, run
 from oomph.errors import OomphError
 from oomph.prediction import call_on_fake_gpu
 from oomph.systems import SYSTEMS
@@ -60,73 +60,67 @@ class Row:
     met: bool | None = None
 
 
-def measure(words: Sequence[str], out: Path, new: bool = False) -> int:
-    known = {row["name"] for row in read_json(out)} if new else set()
-    for name, entry in chosen(entries(), words):
+def run_each(
+    every: Mapping[str, Any],
+    words: Sequence[str],
+    run: Callable[[str, Any], str],
+    known: Collection[str] = (),
+) -> int:
+    """`run` stores the row of one and returns its line. One that fails must not stop the others."""
+    for name, each in chosen(every, words):
         if name in known:
             continue
-        began = time.perf_counter()
+        gc.collect()
+        torch.cuda.empty_cache()
         try:
-            found = oomph.measure(entry.fixed, steps=3)
-        except Exception as error:  # one must not stop the others
-            print(f"{name}: FAILED {type(error).__name__}: {error}"[:600], flush=True)
-            _free()
-            continue
-        row = Row(
-            name,
-            found.gpu_title,
-            found.torch,
-            found.peak.allocated / 2**20,
-            found.seconds_per_step * 1e3,
-        )
-        store_json(out, _known(row), "name")
-        print(
-            f"{name}: {row.measured_mib:.0f} MiB, {row.measured_ms:.1f} ms a step "
-            f"({time.perf_counter() - began:.0f} s)",
-            flush=True,
-        )
-        _free()
+            line = run(name, each)
+        except Exception as error:
+            line = f"FAILED {type(error).__name__}: {error}"[:600]
+        print(f"{name}: {line}", flush=True)
     return 0
+
+
+def measure(words: Sequence[str], out: Path, new: bool = False) -> int:
+    known = {row["name"] for row in read_json(out)} if new else set()
+
+    def run_step(name: str, entry: Entry) -> str:
+        found = oomph.measure(entry.fixed, steps=3)
+        mib, ms = found.peak.allocated / 2**20, found.seconds_per_step * 1e3
+        store_json(out, _known(Row(name, found.gpu_title, found.torch, mib, ms)), "name")
+        return f"{mib:.0f} MiB, {ms:.1f} ms a step"
+
+    return run_each(entries(), words, run_step, known)
 
 
 def measure_parts(words: Sequence[str], out: Path) -> int:
     """Each in a state of its own; `ms` is the median of ten steps, forward and backward."""
     timed = steps()
-    for name, part in chosen({**parts(), **values()}, words):
-        _free()
-        try:
-            found = dict(part())
-            if name in timed:
-                _free()
-                found["ms"] = milliseconds(timed[name]())
-        except Exception as error:  # one must not stop the others
-            print(f"{name}: FAILED {type(error).__name__}: {error}"[:600], flush=True)
-            continue
+
+    def run_part(name: str, part: Callable[[], Mapping[str, float]]) -> str:
+        found = dict(part())
+        if name in timed:
+            gc.collect()
+            torch.cuda.empty_cache()
+            found["ms"] = milliseconds(timed[name]())
         rows = json.loads(out.read_text()) if out.exists() else {}
         rows[name] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, **found}
         out.write_text(json.dumps(rows, indent=1) + "\n")
-        print(f"{name}: {found}", flush=True)
-    return 0
+        return str(found)
+
+    return run_each({**parts(), **values()}, words, run_part)
 
 
 def race(words: Sequence[str], out: Path) -> int:
-    for name, each in chosen(races(), words):
-        try:
-            found = run(each)
-        except Exception as error:
-            print(f"{name}: FAILED {type(error).__name__}: {error}"[:600], flush=True)
-            _free()
-            continue
-        (mib, ms), (other_mib, other_ms) = found
+    def run_race(name: str, each: Race) -> str:
+        (mib, ms), (other_mib, other_ms) = run(each)
         row = Row(name, torch.cuda.get_device_name(), torch.__version__, mib, ms, other_mib, other_ms)
         store_json(out, _known(row), "name")
-        print(
-            f"{name}: {ms:.2f} ms against {other_ms:.2f} (x{ms / other_ms:.2f}), "
-            f"{mib:.0f} MiB against {other_mib:.0f} (x{mib / other_mib:.3f})",
-            flush=True,
+        return (
+            f"{ms:.2f} ms against {other_ms:.2f} (x{ms / other_ms:.2f}), "
+            f"{mib:.0f} MiB against {other_mib:.0f} (x{mib / other_mib:.3f})"
         )
-        _free()
-    return 0
+
+    return run_each(races(), words, run_race)
 
 
 def predict(words: Sequence[str], gpu: str, out: Path, new: bool = False) -> int:
@@ -221,7 +215,7 @@ def _cpu_seconds() -> float:
 
 
 def figures(out: Path) -> int:
-    """The claims with their columns, for the package."""
+    """Compute the figures of the claims again."""
     rows = claim_rows()
     write(out, rows)
     for kind in ("derived", "predicted", "measured"):
@@ -282,11 +276,6 @@ def chosen(all_of_them: dict[str, Any] | Any, words: Sequence[str]) -> list[tupl
     return found
 
 
-def _free() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     known = ("measure", "parts", "race", "predict", "judge", "stories", "figures")
@@ -304,7 +293,7 @@ def main() -> int:
     if given.command == "stories":
         return stories(given.words, given.out or RESULTS / "stories.csv")
     if given.command == "figures":
-        return figures(given.out or ROOT / "src" / "oomph" / "systems" / "claims.csv")
+        return figures(given.out or CLAIMS)
     need_gpu()
     short = short_name(torch.cuda.get_device_name())
     if given.command == "parts":
