@@ -153,6 +153,20 @@ def test_inside_a_compiled_function_results_are_the_same(name):
     assert_equal(gradients(result, leaves), gradients(run(*leaves) * 2, leaves))
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")
+def test_a_compiled_call_is_not_taken_for_one_with_an_equal_argument_of_another_type():
+    x, up, down = torch.randn(6, 4), torch.randn(8, 4), torch.randn(4, 8)
+
+    def run(tile):
+        return torch.compile(
+            lambda x, up, down: tiled_mlp(MLPWeights(up, down), x, tile=tile), backend="aot_eager"
+        )(x, up, down)
+
+    run(1)
+    with pytest.raises(Exception, match="tile=True is not valid"):
+        run(True)
+
+
 @every_op
 def test_backward_of_a_retained_graph_gives_the_same_three_times(case):
     run, leaves = case()

@@ -571,7 +571,7 @@ def _spec(value: Any, tensors: list[Tensor]) -> Any:
     items = _items(value)
     if items is not None:
         return ("items", type(value), tuple([_spec(item, tensors) for item in items]))
-    return ("constant", value)
+    return ("constant", type(value), value)  # True == 1 == 1.0
 
 
 def _argument(spec: Any, tensors: Iterator[Tensor]) -> Any:
@@ -580,7 +580,7 @@ def _argument(spec: Any, tensors: Iterator[Tensor]) -> Any:
     if spec[0] == "items":
         items = [_argument(item, tensors) for item in spec[2]]
         return spec[1](items) if spec[1] is tuple else spec[1](*items)
-    return spec[1]
+    return spec[2]
 
 
 def _call_id(*call: Any) -> int:
