@@ -5,6 +5,7 @@ test_fuzz.py replaces random arguments by invalid ones.
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -176,7 +177,8 @@ ROWS = [
     (lambda: locality_bias(torch.rand(5, 2), torch.rand(5, 3)), "points of one dimension"),
     (lambda: common.check_floating(x=X(2).long()), "x has dtype torch.int64; valid: float16, bfloat16"),
     (lambda: common.check_one_of("impl", "fast", ("auto",)), "impl='fast' is not valid; choose from 'auto'"),
-    (lambda: common.check_flags(causal="no"), "causal='no' is not valid; choose from False, True"),
+    (lambda: attend(causal="no"), "causal='no' is not valid; choose from False, True"),
+    (lambda: attend(causal=np.array([True, False])), r"causal=array.* is not valid; choose from False, True"),
     (lambda: common.parse_memory_budget("64"), "memory_budget='64'"),
 ]
 
