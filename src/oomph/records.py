@@ -442,6 +442,33 @@ class Measurement:
     extra: dict[str, str] = field(default_factory=dict)
 
 
+class OpRow(NamedTuple):
+    """One op, in program order, with the allocator's bytes around it.
+
+    Memory freed between two ops shows as the difference between one row's `after` and the next
+    row's `before`.
+    """
+
+    op: str  # "aten.mm"
+    outputs: str  # "f32[8,512,768]"
+    before: int  # allocated bytes when the op began
+    after: int  # when it had returned
+    high: int  # the highest in between
+    phase: str = ""  # "step 1 forward"
+    n_allocs: int = 0
+    requested: int = 0  # bytes asked for, before the allocator's rounding
+
+
+@dataclass(frozen=True, slots=True)
+class OpDifference:
+    """An op whose bytes differ. `bytes` is measured less predicted."""
+
+    op: str
+    aspect: str
+    times: int
+    bytes: int
+
+
 FixKind = Literal["exact", "precision", "training", "compile"]
 COMPILED_STEP_TIMES = "step times under torch.compile have not been compared with measured ones"
 FIX_KINDS: tuple[FixKind, ...] = FixKind.__args__  # type: ignore[attr-defined]

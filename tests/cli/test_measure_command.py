@@ -11,9 +11,8 @@ from torch import nn
 import oomph
 from oomph.cli import measure
 from oomph.cli.main import run
-from oomph.measurement.oplog import OpRow
 from oomph.prediction import isolation
-from oomph.records import Measurement, Peak
+from oomph.records import Measurement, OpRow, Peak
 
 STEP = oomph.Workload(
     model=lambda: nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(2))),

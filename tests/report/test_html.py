@@ -7,10 +7,10 @@ import pytest
 from benchmarks.report.browser import Browser, find_chromium
 from benchmarks.report.traces import FORWARD, MiB, data_of, hostile, page, trained
 
-from oomph.records import Diagnosis, Finding, FixUse, Measurement, Plan, PredictedFixes, Site
+from oomph.records import Diagnosis, Finding, FixUse, Measurement, OpDifference, Plan, PredictedFixes, Site
 from oomph.report.diagnosis import diagnosis_text
 from oomph.report.html import MOMENTS, html_report
-from oomph.report.measurement import Comparison, OpDifference
+from oomph.report.measurement import Comparison
 from oomph.report.terminal import report_console, report_text
 
 

@@ -7,11 +7,11 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -28,18 +28,13 @@ from oomph.cli.common import (
 from oomph.cli.predict import PredictOptions, check_options, predict_target, script_with_fixes, with_fixes
 from oomph.cli.targets import TargetOptions, find_target, open_target
 from oomph.errors import ExitStatus, OomphError, ProgramError, UserError
-from oomph.records import Measurement, Prediction, Progress
-from oomph.report.measurement import Comparison, OpDifference, measurement_text, measurement_to_json
+from oomph.records import Measurement, OpDifference, OpRow, Prediction, Progress
+from oomph.report.measurement import Comparison, measurement_text, measurement_to_json
 from oomph.report.terminal import report_console
-
-if TYPE_CHECKING:
-    from oomph.measurement.oplog import OpRow
-    from oomph.prediction.tracer.tracer import AllocationRecorder, OpLog, Tracer
 
 _STEPS = 5
 _RECORDED_STEPS = 2  # op by op
 _EXPLAINED = 0.002  # of the measured peak: a larger difference is explained op by op
-_MOST_OPS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +120,13 @@ def _comparison(options: PredictOptions, title: str, prediction: Prediction) -> 
 
 def _op_differences(options: PredictOptions) -> tuple[OpDifference, ...]:
     """The ops whose measured and predicted bytes differ, those with the most first."""
-    from oomph.prediction.api import run_silently
+    from oomph.measurement.oplog import describe, op_differences
+    from oomph.prediction.api import predict_ops, run_silently
     from oomph.prediction.isolation import run_isolated
 
     def predicted(progress: Progress) -> list[OpRow]:
         with _opened(options) as target:
-            return predicted_rows(target, str(options.gpu), measured, progress)
+            return predict_ops(target, gpus.find(str(options.gpu)), measured, describe, progress)
 
     try:
         measured = _in_fresh_process(options, ops=True)
@@ -144,116 +140,6 @@ def _op_differences(options: PredictOptions) -> tuple[OpDifference, ...]:
             file=sys.stderr,
         )
         return ()
-
-
-def op_differences(measured: Sequence[OpRow], predicted: Sequence[OpRow]) -> tuple[OpDifference, ...]:
-    """Measured less predicted bytes: at the peak, then those that each kind of op needs while it runs, the
-    largest first. Ops of a step are compared with those of the same step."""
-    difference: Counter[_Kind] = Counter()
-    runs: Counter[_Kind] = Counter()
-    extra: Counter[_Kind] = Counter()  # runs on the GPU less those predicted
-    in_place: Counter[_Kind] = Counter()  # where ops are recorded, autograd makes a new tensor of these sums
-    for row in predicted:
-        step, op, output = _kind(row)
-        if op in ("add", "add_") and row.high == row.before:
-            in_place[step, "add", output] += 1
-            extra[step, "add", output] -= op == "add_"
-    for sign, rows in ((1, measured), (-1, predicted)):
-        for row in rows:
-            kind = _kind(row)
-            extra[kind] += sign
-            runs[kind] += sign == 1
-            if sign == 1 and in_place[kind] > 0:
-                in_place[kind] -= 1
-            else:
-                difference[kind] += sign * (row.high - row.before)
-    found: dict[tuple[str, str], OpDifference] = {}
-    for kind, size in difference.items():
-        aspect = "only measured" if extra[kind] > 0 else "only predicted" if extra[kind] < 0 else "high"
-        same = found.get((kind[1], aspect), OpDifference(kind[1], aspect, 0, 0))
-        times = same.times + (abs(extra[kind]) or runs[kind])
-        if size:
-            found[kind[1], aspect] = OpDifference(kind[1], aspect, times, same.bytes + size)
-    by_op = sorted(found.values(), key=lambda each: -abs(each.bytes))[:_MOST_OPS]
-    return (*_at_peak(measured, predicted), *by_op)
-
-
-def _at_peak(measured: Sequence[OpRow], predicted: Sequence[OpRow]) -> Iterator[OpDifference]:
-    """The op of the measured peak: what was kept before it, and what it needs while it runs."""
-    if not measured:
-        return
-    highest = max(range(len(measured)), key=lambda index: measured[index].high)
-    kind = _kind(measured[highest])
-    position = sum(_kind(row) == kind for row in measured[:highest])
-    same = [row for row in predicted if _kind(row) == kind]
-    if position < len(same):
-        m, p = measured[highest], same[position]
-        kept, needed = m.before - p.before, (m.high - m.before) - (p.high - p.before)
-        for aspect, size in (("kept before the peak", kept), ("at the peak", needed)):
-            if size:
-                yield OpDifference(kind[1], aspect, 1, size)
-
-
-_Kind = tuple[str, str, str]
-
-
-def _kind(row: OpRow) -> _Kind:
-    """Step, op and first output: cuDNN's batch norm has one output more than the native one."""
-    from oomph.measurement.oplog import short_name
-
-    return " ".join(row.phase.split()[:2]), short_name(row.op), row.outputs.partition("]")[0]
-
-
-def predicted_rows(
-    target: Any, gpu: str, measured: Sequence[OpRow], progress: Progress = lambda text, fraction: None
-) -> list[OpRow]:
-    """The predicted op log of the steps that `measured` has, in the same format."""
-    from oomph.measurement.oplog import describe
-    from oomph.prediction.api import trace
-    from oomph.prediction.isolation import finish
-    from oomph.prediction.tracer.tracer import OpLog
-
-    log = OpLog(describe)
-    steps = {row.phase.split()[1] for row in measured if row.phase.startswith("step")}
-
-    def rows(tracer: Tracer) -> list[OpRow]:
-        return _rows_of(log, tracer.recorder, steps)
-
-    return rows(trace(target, gpus.find(gpu), progress, log, lambda tracer: finish(rows(tracer))))
-
-
-def _rows_of(log: OpLog, recorder: AllocationRecorder, steps: Collection[str]) -> list[OpRow]:
-    from oomph.measurement.oplog import OpRow
-    from oomph.prediction.replay import replay
-
-    allocations = [pending.finish() for pending in recorder.allocations]
-    allocated = {moment.event: moment.allocated for moment in replay(recorder.events, allocations).timeline}
-    after_event, level = [], 0
-    for index in range(len(recorder.events)):
-        level = allocated.get(index, level)
-        after_event.append(level)
-    rows = []
-    for op, outputs, phase, first, last in log.rows:
-        if phase != "setup" and phase.split()[1] not in steps:
-            continue
-        inside = after_event[first:last]
-        before = after_event[first - 1] if first else 0
-        sizes = [
-            allocations[event.id].bytes for event in recorder.events[first:last] if event.action == "alloc"
-        ]
-        rows.append(
-            OpRow(
-                op=op,
-                outputs=outputs,
-                before=before,
-                after=inside[-1] if inside else before,
-                high=max([before, *inside]),
-                phase=phase,
-                n_allocs=len(sizes),
-                requested=sum(sizes),
-            )
-        )
-    return rows
 
 
 # ------------------------------------------------------------------------------ in a process of its own

@@ -15,8 +15,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from oomph.errors import UserError
-from oomph.measurement.oplog import OpRow, record_ops
-from oomph.records import Measurement, Peak, StepPeak
+from oomph.measurement.oplog import record_ops
+from oomph.records import Measurement, OpRow, Peak, StepPeak
 from oomph.torch_internals import clear_cublas_workspaces, deterministic_algorithms, init_fake_process_group
 from oomph.units import counted
 from oomph.workload import Workload, allocator_of_environment, set_allocator

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
+from oomph.records import OpDifference, OpRow
 from oomph.torch_internals import (
     OpOverload,
     TorchDispatchMode,
@@ -56,23 +58,6 @@ _SAME = {
     "new_zeros": "zeros",
     "copy": "copy_",
 }
-
-
-class OpRow(NamedTuple):
-    """One op, in program order, with the allocator's bytes around it.
-
-    Memory freed between two ops shows as the difference between one row's `after` and the next
-    row's `before`.
-    """
-
-    op: str  # "aten.mm"
-    outputs: str  # "f32[8,512,768]"
-    before: int  # allocated bytes when the op began
-    after: int  # when it had returned
-    high: int  # the highest in between
-    phase: str = ""  # "step 1 forward"
-    n_allocs: int = 0
-    requested: int = 0  # bytes asked for, before the allocator's rounding
 
 
 def short_name(op: str) -> str:
@@ -188,6 +173,66 @@ def record_ops(counters: Any = None) -> Iterator[MeasuredOps]:
     log = MeasuredOps()
     with _Recorder(log, counters or CudaCounters()):
         yield log
+
+
+# --------------------------------------------------------------------- where it differs from a prediction
+
+_Kind = tuple[str, str, str]
+
+
+def op_differences(
+    measured: Sequence[OpRow], predicted: Sequence[OpRow], most: int = 6
+) -> tuple[OpDifference, ...]:
+    """Measured less predicted bytes: at the peak, then those that each kind of op needs while it runs, the
+    largest first. Ops of a step are compared with those of the same step."""
+    difference: Counter[_Kind] = Counter()
+    runs: Counter[_Kind] = Counter()
+    extra: Counter[_Kind] = Counter()  # runs on the GPU less those predicted
+    in_place: Counter[_Kind] = Counter()  # where ops are recorded, autograd makes a new tensor of these sums
+    for row in predicted:
+        step, op, output = _kind(row)
+        if op in ("add", "add_") and row.high == row.before:
+            in_place[step, "add", output] += 1
+            extra[step, "add", output] -= op == "add_"
+    for sign, rows in ((1, measured), (-1, predicted)):
+        for row in rows:
+            kind = _kind(row)
+            extra[kind] += sign
+            runs[kind] += sign == 1
+            if sign == 1 and in_place[kind] > 0:
+                in_place[kind] -= 1
+            else:
+                difference[kind] += sign * (row.high - row.before)
+    found: dict[tuple[str, str], OpDifference] = {}
+    for kind, size in difference.items():
+        aspect = "only measured" if extra[kind] > 0 else "only predicted" if extra[kind] < 0 else "high"
+        same = found.get((kind[1], aspect), OpDifference(kind[1], aspect, 0, 0))
+        times = same.times + (abs(extra[kind]) or runs[kind])
+        if size:
+            found[kind[1], aspect] = OpDifference(kind[1], aspect, times, same.bytes + size)
+    by_op = sorted(found.values(), key=lambda each: -abs(each.bytes))[:most]
+    return (*_at_peak(measured, predicted), *by_op)
+
+
+def _at_peak(measured: Sequence[OpRow], predicted: Sequence[OpRow]) -> Iterator[OpDifference]:
+    """The op of the measured peak: what was kept before it, and what it needs while it runs."""
+    if not measured:
+        return
+    highest = max(range(len(measured)), key=lambda index: measured[index].high)
+    kind = _kind(measured[highest])
+    position = sum(_kind(row) == kind for row in measured[:highest])
+    same = [row for row in predicted if _kind(row) == kind]
+    if position < len(same):
+        m, p = measured[highest], same[position]
+        kept, needed = m.before - p.before, (m.high - m.before) - (p.high - p.before)
+        for aspect, size in (("kept before the peak", kept), ("at the peak", needed)):
+            if size:
+                yield OpDifference(kind[1], aspect, 1, size)
+
+
+def _kind(row: OpRow) -> _Kind:
+    """Step, op and first output: cuDNN's batch norm has one output more than the native one."""
+    return " ".join(row.phase.split()[:2]), short_name(row.op), row.outputs.partition("]")[0]
 
 
 # ------------------------------------------------------------------------------------ the allocator's history

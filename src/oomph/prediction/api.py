@@ -40,7 +40,7 @@ from oomph.prediction.script import Script, run_script
 from oomph.prediction.tracer.batch_sizes import BatchSizes, Sizes
 from oomph.prediction.tracer.dispatch import WrongDevice
 from oomph.prediction.tracer.session import tracing
-from oomph.prediction.tracer.tracer import OpLog, Tracer
+from oomph.prediction.tracer.tracer import AllocationRecorder, OpLog, Tracer
 from oomph.prediction.tracer.values import Assumptions, ConditionKey, assuming
 from oomph.prediction.tracer.work import RELEASE_SECONDS, step_work
 from oomph.records import (
@@ -53,6 +53,7 @@ from oomph.records import (
     Growth,
     Interval,
     Note,
+    OpRow,
     Peak,
     Prediction,
     Progress,
@@ -477,6 +478,54 @@ def trace(
         return tracer
 
     return _traced(run, card, log)
+
+
+def predict_ops(
+    target: Workload | Script | Callable[[], Any],
+    card: GPU,
+    measured: Collection[OpRow],
+    describe: Callable[[Any], str],
+    progress: Progress,
+) -> list[OpRow]:
+    """The ops of the steps that `measured` has, in the same format. `describe`: an op's result in words."""
+    log = OpLog(describe)
+    steps = {row.phase.split()[1] for row in measured if row.phase.startswith("step")}
+
+    def rows(tracer: Tracer) -> list[OpRow]:
+        return _rows_of(log, tracer.recorder, steps)
+
+    return rows(trace(target, card, progress, log, lambda tracer: finish(rows(tracer))))
+
+
+def _rows_of(log: OpLog, recorder: AllocationRecorder, steps: Collection[str]) -> list[OpRow]:
+    allocations = [pending.finish() for pending in recorder.allocations]
+    allocated = {moment.event: moment.allocated for moment in replay(recorder.events, allocations).timeline}
+    after_event, level = [], 0
+    for index in range(len(recorder.events)):
+        level = allocated.get(index, level)
+        after_event.append(level)
+    rows = []
+    for op, outputs, phase, first, last in log.rows:
+        if phase != "setup" and phase.split()[1] not in steps:
+            continue
+        inside = after_event[first:last]
+        before = after_event[first - 1] if first else 0
+        sizes = [
+            allocations[event.id].bytes for event in recorder.events[first:last] if event.action == "alloc"
+        ]
+        rows.append(
+            OpRow(
+                op=op,
+                outputs=outputs,
+                before=before,
+                after=inside[-1] if inside else before,
+                high=max([before, *inside]),
+                phase=phase,
+                n_allocs=len(sizes),
+                requested=sum(sizes),
+            )
+        )
+    return rows
 
 
 @contextlib.contextmanager

@@ -9,19 +9,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from oomph.records import Measurement, Prediction
+from oomph.records import Measurement, OpDifference, Prediction
 from oomph.report.terminal import columns, strip_lines
 from oomph.units import format_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class OpDifference:
-    """An op whose bytes differ. `bytes` is measured less predicted."""
-
-    op: str
-    aspect: str
-    times: int
-    bytes: int
 
 
 @dataclass(frozen=True, slots=True)
