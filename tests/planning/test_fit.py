@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import oomph
+from oomph import gpus
 from oomph.cli.main import run
 from oomph.fixes import find, uses_of
 from oomph.planning import largest_size, read_plan, write_plan
@@ -87,6 +88,15 @@ def test_the_plan_fits_and_its_prediction_is_that_of_the_fixed_workload(plan, as
     fixed = oomph.predict(oomph.apply(plan, STEP), gpu="h200", max=plan.limit)
     assert fixed.fits
     assert fixed.peak.reserved == plan.after.peak.reserved
+
+
+@pytest.mark.parametrize("card", [(), ("--gpu", "{}")])
+def test_a_plan_is_confirmed_within_its_budget_on_its_card(card, found, plan, capsys):
+    size = f"{plan.limit + gpus.find('h200').context}B"
+    given = [word.format(size) for word in card]
+    assert run(["predict", f"{__file__}:STEP", "--plan", str(found[0]), "--json", *given]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["gpu"], shown["limit"], shown["fits"]) == ("h200", plan.limit, True)
 
 
 @pytest.mark.usefixtures("in_process")

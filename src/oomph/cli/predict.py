@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from oomph import units
+from oomph import gpus, units
 from oomph.cli.common import (
     FixWords,
     Html,
@@ -37,11 +37,11 @@ from oomph.cli.targets import (
     workload_of,
 )
 from oomph.errors import ExitStatus, ProgramError, UserError
-from oomph.records import Diagnosis, FixUse, Note, Prediction, Progress
+from oomph.records import Diagnosis, FixUse, Note, Plan, Prediction, Progress
 from oomph.report.as_json import prediction_to_json
 from oomph.report.diagnosis import diagnosis_text, diagnosis_to_json
 from oomph.report.stages import stage_table, stage_table_text, stage_table_to_json
-from oomph.report.terminal import report_console, report_text
+from oomph.report.terminal import is_size, report_console, report_text
 
 if TYPE_CHECKING:
     from oomph.prediction import Script
@@ -104,11 +104,11 @@ def run_predict(given: PredictOptions) -> ExitStatus:
     """Predict the memory of a training step. Report whether it fits and which lines hold the peak."""
     options = find_target(given, "predict")
     check_options(options)
-    if options.plan is not None and options.gpu is None:
+    if options.plan is not None:
         from oomph.planning.plan import read_plan
 
-        with suppress(UserError):  # a file with rows of fixes names none
-            options = replace(options, gpu=read_plan(options.plan).gpu)
+        with suppress(UserError):  # a file with rows of fixes names no card
+            options = _on_card_of(read_plan(options.plan), options)
     prediction = predict_target(options)
     if options.fixes:
         from oomph.fixes import uses_of
@@ -138,6 +138,17 @@ def run_predict(given: PredictOptions) -> ExitStatus:
     if options.html is not None:
         write_page(options.html, options.typed, [("with fixes" if options.fixes else "as it is", prediction)])
     return ExitStatus.DOES_NOT_FIT if prediction.fits is False else ExitStatus.FITS
+
+
+def _on_card_of(plan: Plan, options: PredictOptions) -> PredictOptions:
+    """The card and budget of the plan; a size that is given is a budget of that card, with its context."""
+    limit = plan.limit if plan.is_budget else None
+    if options.gpu is not None:
+        card, size = gpus.find(plan.gpu), gpus.find(options.gpu).memory
+        limit = size - card.context
+        if not (is_size(options.gpu) and card.context < size < card.memory):
+            return options
+    return replace(options, gpu=plan.gpu, max=options.max or (f"{limit}B" if limit else None))
 
 
 def run_diagnose(given: DiagnoseOptions) -> ExitStatus:
