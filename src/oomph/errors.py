@@ -15,7 +15,10 @@ from typing import Any
 _OOMPH = str(Path(__file__).resolve().parent) + os.sep
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 _HOST_MEMORY = ("can't allocate memory", "not enough memory", "Storage size calculation overflowed")
-_NO_GPU = ("Torch not compiled with CUDA enabled", "Found no NVIDIA driver", "No CUDA GPUs are available")
+_NO_GPU = (
+    *("Torch not compiled with CUDA enabled", "Found no NVIDIA driver", "No CUDA GPUs are available"),
+    "Your setup doesn't support bf16/gpu",  # TrainingArguments of transformers
+)
 
 
 class ExitStatus(IntEnum):
@@ -114,8 +117,8 @@ def is_out_of_host_memory(error: BaseException) -> bool:
 
 
 def is_missing_gpu(error: BaseException) -> bool:
-    """Whether torch raised it because a program uses CUDA on a machine without a GPU."""
-    return isinstance(error, (AssertionError, RuntimeError)) and safe_text(error).startswith(_NO_GPU)
+    """Whether torch or a trainer raised it because a program uses CUDA on a machine without a GPU."""
+    return isinstance(error, (AssertionError, RuntimeError, ValueError)) and safe_text(error).startswith(_NO_GPU)
 
 
 def _comes_from_program(error: BaseException) -> bool:
