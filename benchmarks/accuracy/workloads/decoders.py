@@ -7,7 +7,15 @@ from functools import partial
 import torch
 import transformers as tr
 
-from benchmarks.accuracy.workloads.entry import Entry, KeepsGradients, adamw, clipped, from_config, tokens
+from benchmarks.accuracy.workloads.entry import (
+    Entry,
+    KeepsGradients,
+    adamw,
+    clipped,
+    from_config,
+    library_entry,
+    tokens,
+)
 from oomph.workload import Workload
 
 _GPT2 = from_config(tr.GPT2Config, tr.GPT2LMHeadModel)
@@ -101,131 +109,111 @@ _OPT_350M = partial(
 )  # fmt: skip
 
 DECODERS = {
-    "qwen3-0.6b-ckpt": Entry(
-        Workload(
-            from_config(_QWEN3_600M, tr.Qwen3ForCausalLM, checkpointing=True),
-            tokens(151936, 2, 2048),
-            optimizer=adamw,
-            dtype="bfloat16",
-        ),
+    "qwen3-0.6b-ckpt": library_entry(
         "Qwen3 0.6B, bf16, GQA, gradient checkpointing, tied head",
+        _QWEN3_600M,
+        tr.Qwen3ForCausalLM,
+        tokens(151936, 2, 2048),
+        checkpointing=True,
+        dtype="bfloat16",
     ),
-    "gemma2-eager": Entry(
-        Workload(
-            from_config(_GEMMA2_SMALL, tr.Gemma2ForCausalLM, attention="eager"),
-            tokens(32000, 4, 1024),
-            optimizer=adamw,
-            dtype="bfloat16",
-        ),
+    "gemma2-eager": library_entry(
         "Gemma-2 (small), bf16, eager attention with soft caps",
+        _GEMMA2_SMALL,
+        tr.Gemma2ForCausalLM,
+        tokens(32000, 4, 1024),
+        attention="eager",
+        dtype="bfloat16",
     ),
-    "gemma3-text": Entry(
-        Workload(
-            from_config(_GEMMA3_SMALL, tr.Gemma3ForCausalLM),
-            tokens(64000, 4, 1024),
-            optimizer=adamw,
-            dtype="bfloat16",
-        ),
+    "gemma3-text": library_entry(
         "Gemma-3 text (small), bf16, head size 256, sliding and full layers",
+        _GEMMA3_SMALL,
+        tr.Gemma3ForCausalLM,
+        tokens(64000, 4, 1024),
+        dtype="bfloat16",
     ),
-    "mistral-sliding": Entry(
-        Workload(
-            from_config(_MISTRAL_SMALL, tr.MistralForCausalLM),
-            tokens(32000, 4, 2048),
-            optimizer=adamw,
-            dtype="bfloat16",
-        ),
+    "mistral-sliding": library_entry(
         "Mistral (small), bf16, sliding window of 512 over 2048 tokens",
+        _MISTRAL_SMALL,
+        tr.MistralForCausalLM,
+        tokens(32000, 4, 2048),
+        dtype="bfloat16",
     ),
-    "mistral-sliding-fp32": Entry(
-        Workload(
-            from_config(_MISTRAL_SMALL, tr.MistralForCausalLM),
-            tokens(32000, 2, 1024),
-            optimizer=adamw,
-            dtype="float32",
-        ),
+    "mistral-sliding-fp32": library_entry(
         "Mistral (small), fp32, GQA with a mask",
+        _MISTRAL_SMALL,
+        tr.MistralForCausalLM,
+        tokens(32000, 2, 1024),
+        dtype="float32",
     ),
-    "phi-autocast": Entry(
-        Workload(
-            from_config(_PHI_SMALL, tr.PhiForCausalLM),
-            tokens(51200, 4, 1024),
-            optimizer=adamw,
-            autocast="bfloat16",
-        ),
+    "phi-autocast": library_entry(
         "Phi (small), bf16 autocast, partial rotary",
+        _PHI_SMALL,
+        tr.PhiForCausalLM,
+        tokens(51200, 4, 1024),
+        autocast="bfloat16",
     ),
-    "bloom-alibi": Entry(
-        Workload(
-            from_config(_BLOOM_SMALL, tr.BloomForCausalLM, attention="eager"),
-            tokens(50304, 4, 1024),
-            optimizer=adamw,
-            dtype="bfloat16",
-        ),
+    "bloom-alibi": library_entry(
         "BLOOM (small), bf16, ALiBi",
+        _BLOOM_SMALL,
+        tr.BloomForCausalLM,
+        tokens(50304, 4, 1024),
+        attention="eager",
+        dtype="bfloat16",
     ),
-    "opt-fp16": Entry(
-        Workload(
-            from_config(_OPT_350M, tr.OPTForCausalLM),
-            tokens(50272, 4, 1024),
-            optimizer=lambda params: torch.optim.SGD(params, lr=1e-4, momentum=0.9),
-            dtype="float16",
-        ),
+    "opt-fp16": library_entry(
         "OPT (small), pure fp16, dropout, SGD with momentum",
+        _OPT_350M,
+        tr.OPTForCausalLM,
+        tokens(50272, 4, 1024),
+        optimizer=lambda params: torch.optim.SGD(params, lr=1e-4, momentum=0.9),
+        dtype="float16",
     ),
-    "mixtral-eager-experts": Entry(
-        Workload(
-            from_config(_MIXTRAL_TINY, tr.MixtralForCausalLM, experts="eager"),
-            tokens(32000, 4, 1024),
-            optimizer=adamw,
-            dtype="bfloat16",
-        ),
+    "mixtral-eager-experts": library_entry(
         "Mixtral (tiny), bf16, one expert after another: shapes depend on the routing",
+        _MIXTRAL_TINY,
+        tr.MixtralForCausalLM,
+        tokens(32000, 4, 1024),
+        experts="eager",
+        dtype="bfloat16",
     ),
-    "qwen3-moe": Entry(
-        Workload(
-            from_config(_QWEN3_MOE_TINY, tr.Qwen3MoeForCausalLM),
-            tokens(32000, 4, 1024),
-            optimizer=adamw,
-            dtype="bfloat16",
-        ),
+    "qwen3-moe": library_entry(
         "Qwen3-MoE (tiny), bf16, the library's default expert kernel",
+        _QWEN3_MOE_TINY,
+        tr.Qwen3MoeForCausalLM,
+        tokens(32000, 4, 1024),
+        dtype="bfloat16",
     ),
-    "llama-eager-4096": Entry(
-        Workload(
-            from_config(_LLAMA_SMALL, tr.LlamaForCausalLM, attention="eager"),
-            tokens(32000, 1, 4096),
-            optimizer=adamw,
-            dtype="bfloat16",
-        ),
+    "llama-eager-4096": library_entry(
         "Llama (small), bf16, eager attention over 4096 tokens",
+        _LLAMA_SMALL,
+        tr.LlamaForCausalLM,
+        tokens(32000, 1, 4096),
+        attention="eager",
+        dtype="bfloat16",
     ),
-    "llama-padded": Entry(
-        Workload(
-            from_config(_LLAMA_SMALL, tr.LlamaForCausalLM),
-            tokens(32000, 4, 1024, padded=True),
-            optimizer=adamw,
-            autocast="bfloat16",
-        ),
+    "llama-padded": library_entry(
         "Llama (small), bf16 autocast, padding mask",
+        _LLAMA_SMALL,
+        tr.LlamaForCausalLM,
+        tokens(32000, 4, 1024, padded=True),
+        autocast="bfloat16",
     ),
-    "llama-adafactor": Entry(
-        Workload(
-            from_config(_LLAMA_SMALL, tr.LlamaForCausalLM),
-            tokens(32000, 4, 1024),
-            optimizer=lambda params: torch.optim.Adafactor(params, lr=1e-3),
-            dtype="bfloat16",
-        ),
+    "llama-adafactor": library_entry(
         "Llama (small), bf16, Adafactor",
+        _LLAMA_SMALL,
+        tr.LlamaForCausalLM,
+        tokens(32000, 4, 1024),
+        optimizer=lambda params: torch.optim.Adafactor(params, lr=1e-3),
+        dtype="bfloat16",
     ),
-    "llama-forward-backward": Entry(
-        Workload(
-            from_config(_LLAMA_SMALL, tr.LlamaForCausalLM),
-            tokens(32000, 4, 1024),
-            optimizer=None,
-            dtype="float32",
-        ),
+    "llama-forward-backward": library_entry(
         "Llama (small), fp32, no optimizer: gradients stay",
+        _LLAMA_SMALL,
+        tr.LlamaForCausalLM,
+        tokens(32000, 4, 1024),
+        optimizer=None,
+        dtype="float32",
     ),
     "gpt2-clip-accumulate": Entry(
         Workload(_GPT2, tokens(50257, 4, 512), optimizer=clipped(adamw), autocast="bfloat16", accumulate=4),

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 import transformers as tr
 
-from benchmarks.accuracy.workloads.entry import Entry, adamw, from_config, images, tokens
-from oomph.workload import Workload
+from benchmarks.accuracy.workloads.entry import images, library_entry, tokens
 
 _DEBERTA_SMALL = partial(
     tr.DebertaV2Config,
@@ -48,90 +47,77 @@ def _captioned(device: torch.device) -> dict[str, Any]:
 
 
 ENCODERS = {
-    "bert-mlm-fp16-autocast": Entry(
-        Workload(
-            from_config(tr.BertConfig, tr.BertForMaskedLM),
-            tokens(30522, 16, 512, padded=True),
-            optimizer=adamw,
-            autocast="float16",
-        ),
+    "bert-mlm-fp16-autocast": library_entry(
         "BERT base, masked tokens, fp16 autocast, padding mask, dropout",
+        tr.BertConfig,
+        tr.BertForMaskedLM,
+        tokens(30522, 16, 512, padded=True),
+        autocast="float16",
     ),
-    "bert-mlm-fp32": Entry(
-        Workload(from_config(tr.BertConfig, tr.BertForMaskedLM), tokens(30522, 16, 256), optimizer=adamw),
-        "BERT base, masked tokens, fp32, no mask",
+    "bert-mlm-fp32": library_entry(
+        "BERT base, masked tokens, fp32, no mask", tr.BertConfig, tr.BertForMaskedLM, tokens(30522, 16, 256)
     ),
-    "albert-shared-layers": Entry(
-        Workload(from_config(_ALBERT_BASE, tr.AlbertForMaskedLM), tokens(30000, 8, 512), optimizer=adamw),
+    "albert-shared-layers": library_entry(
         "ALBERT base, fp32: one block's weights used twelve times",
+        _ALBERT_BASE,
+        tr.AlbertForMaskedLM,
+        tokens(30000, 8, 512),
     ),
-    "deberta-v2": Entry(
-        Workload(
-            from_config(_DEBERTA_SMALL, tr.DebertaV2ForMaskedLM, attention="eager"),
-            tokens(32000, 8, 384),
-            optimizer=adamw,
-        ),
+    "deberta-v2": library_entry(
         "DeBERTa-v2 (small), fp32, disentangled attention",
+        _DEBERTA_SMALL,
+        tr.DebertaV2ForMaskedLM,
+        tokens(32000, 8, 384),
+        attention="eager",
     ),
-    "t5-small": Entry(
-        Workload(
-            from_config(_T5_SMALL, tr.T5ForConditionalGeneration), tokens(32128, 8, 512), optimizer=adamw
-        ),
-        "T5 small, fp32, encoder and decoder",
+    "t5-small": library_entry(
+        "T5 small, fp32, encoder and decoder", _T5_SMALL, tr.T5ForConditionalGeneration, tokens(32128, 8, 512)
     ),
-    "t5-small-eager-bf16": Entry(
-        Workload(
-            from_config(_T5_SMALL, tr.T5ForConditionalGeneration, attention="eager"),
-            tokens(32128, 8, 512),
-            optimizer=adamw,
-            dtype="bfloat16",
-        ),
+    "t5-small-eager-bf16": library_entry(
         "T5 small, bf16, eager attention",
+        _T5_SMALL,
+        tr.T5ForConditionalGeneration,
+        tokens(32128, 8, 512),
+        attention="eager",
+        dtype="bfloat16",
     ),
-    "vit-b16-autocast": Entry(
-        Workload(
-            from_config(partial(tr.ViTConfig, num_labels=1000), tr.ViTForImageClassification),
-            images(64, 224),
-            optimizer=adamw,
-            autocast="bfloat16",
-        ),
+    "vit-b16-autocast": library_entry(
         "ViT-B/16, bf16 autocast",
+        partial(tr.ViTConfig, num_labels=1000),
+        tr.ViTForImageClassification,
+        images(64, 224),
+        autocast="bfloat16",
         convolutions=True,
     ),
-    "swin-tiny": Entry(
-        Workload(
-            from_config(
-                partial(tr.SwinConfig, num_labels=1000, drop_path_rate=0.0),
-                tr.SwinForImageClassification,
-                attention="eager",
-            ),
-            images(32, 224),
-            optimizer=adamw,
-        ),
+    "swin-tiny": library_entry(
         "Swin tiny, fp32, shifted windows",
+        partial(tr.SwinConfig, num_labels=1000, drop_path_rate=0.0),
+        tr.SwinForImageClassification,
+        images(32, 224),
+        attention="eager",
         convolutions=True,
     ),
-    "convnext-tiny": Entry(
-        Workload(
-            from_config(
-                partial(tr.ConvNextConfig, num_labels=1000),
-                tr.ConvNextForImageClassification,
-                attention="eager",
-            ),
-            images(32, 224),
-            optimizer=adamw,
-        ),
+    "convnext-tiny": library_entry(
         "ConvNeXt tiny, fp32, depthwise convolutions",
+        partial(tr.ConvNextConfig, num_labels=1000),
+        tr.ConvNextForImageClassification,
+        images(32, 224),
+        attention="eager",
         convolutions=True,
     ),
-    "clip": Entry(
-        Workload(from_config(tr.CLIPConfig, tr.CLIPModel), _captioned, optimizer=adamw, autocast="bfloat16"),
+    "clip": library_entry(
         "CLIP B/32, bf16 autocast, contrastive loss",
+        tr.CLIPConfig,
+        tr.CLIPModel,
+        _captioned,
+        autocast="bfloat16",
         convolutions=True,
     ),
-    "whisper-tiny": Entry(
-        Workload(from_config(tr.WhisperConfig, tr.WhisperForConditionalGeneration), _speech, optimizer=adamw),
+    "whisper-tiny": library_entry(
         "Whisper tiny, fp32, 1-D convolutions, encoder and decoder",
+        tr.WhisperConfig,
+        tr.WhisperForConditionalGeneration,
+        _speech,
         convolutions=True,
     ),
 }

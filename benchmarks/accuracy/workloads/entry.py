@@ -22,6 +22,10 @@ class Entry:
     convolutions: bool = False  # cuDNN's choices cannot be known: judged by a wider bound
 
 
+def adamw(params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-4)
+
+
 def from_config(
     config: Any,
     model: Any,
@@ -45,6 +49,24 @@ def from_config(
         return built
 
     return build
+
+
+def library_entry(
+    about: str,
+    config: Any,
+    model: Any,
+    batch: Callable[..., Any],
+    *,
+    attention: str = "sdpa",
+    checkpointing: bool = False,
+    experts: str | None = None,
+    convolutions: bool = False,
+    optimizer: Optimizer | None = adamw,
+    **options: Any,
+) -> Entry:
+    """A Hugging Face model's; `options`: those of the Workload."""
+    build = from_config(config, model, attention=attention, checkpointing=checkpointing, experts=experts)
+    return Entry(Workload(build, batch, optimizer=optimizer, **options), about, convolutions)
 
 
 def tokens(
@@ -74,10 +96,6 @@ def images(batch: int, size: int, classes: int = 1000) -> Callable[..., dict[str
         }
 
     return make
-
-
-def adamw(params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-4)
 
 
 def sgd(params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:

@@ -6,7 +6,7 @@ from functools import partial
 
 import transformers as tr
 
-from benchmarks.accuracy.workloads.entry import Entry, adamw, from_config, images, sgd, tokens
+from benchmarks.accuracy.workloads.entry import Entry, adamw, from_config, images, library_entry, sgd, tokens
 from oomph.workload import Workload
 
 _LLAMA_1B = partial(
@@ -48,61 +48,43 @@ FIRST = {
         Workload(_GPT2, tokens(50257, 8, 1024), optimizer=adamw, dtype="float32", autocast="bfloat16"),
         "GPT-2, bf16 autocast",
     ),
-    "gpt2-eager-attn": Entry(
-        Workload(
-            from_config(tr.GPT2Config, tr.GPT2LMHeadModel, attention="eager"),
-            tokens(50257, 4, 1024),
-            optimizer=adamw,
-            dtype="float32",
-        ),
+    "gpt2-eager-attn": library_entry(
         "GPT-2, eager attention",
+        tr.GPT2Config,
+        tr.GPT2LMHeadModel,
+        tokens(50257, 4, 1024),
+        attention="eager",
+        dtype="float32",
     ),
-    "pythia70m": Entry(
-        Workload(
-            from_config(_PYTHIA_70M, tr.GPTNeoXForCausalLM),
-            tokens(10000, 32, 128),
-            optimizer=adamw,
-            dtype="float32",
-        ),
-        "Pythia 70M, fp32",
+    "pythia70m": library_entry(
+        "Pythia 70M, fp32", _PYTHIA_70M, tr.GPTNeoXForCausalLM, tokens(10000, 32, 128), dtype="float32"
     ),
-    "llama1b-bf16": Entry(
-        Workload(
-            from_config(_LLAMA_1B, tr.LlamaForCausalLM),
-            tokens(128256, 2, 2048),
-            optimizer=adamw,
-            dtype="bfloat16",
-        ),
-        "Llama 1B, bf16, GQA",
+    "llama1b-bf16": library_entry(
+        "Llama 1B, bf16, GQA", _LLAMA_1B, tr.LlamaForCausalLM, tokens(128256, 2, 2048), dtype="bfloat16"
     ),
-    "llama1b-bf16-ckpt": Entry(
-        Workload(
-            from_config(_LLAMA_1B, tr.LlamaForCausalLM, checkpointing=True),
-            tokens(128256, 2, 4096),
-            optimizer=adamw,
-            dtype="bfloat16",
-        ),
+    "llama1b-bf16-ckpt": library_entry(
         "Llama 1B, bf16, gradient checkpointing",
+        _LLAMA_1B,
+        tr.LlamaForCausalLM,
+        tokens(128256, 2, 4096),
+        checkpointing=True,
+        dtype="bfloat16",
     ),
-    "llama1b-sgd": Entry(
-        Workload(
-            from_config(_LLAMA_1B_SMALL_VOCABULARY, tr.LlamaForCausalLM),
-            tokens(32000, 2, 1024),
-            optimizer=sgd,
-            dtype="float32",
-        ),
+    "llama1b-sgd": library_entry(
         "Llama 1B, fp32, GQA, SGD",
+        _LLAMA_1B_SMALL_VOCABULARY,
+        tr.LlamaForCausalLM,
+        tokens(32000, 2, 1024),
+        optimizer=sgd,
+        dtype="float32",
     ),
-    "resnet50": Entry(
-        Workload(
-            from_config(
-                partial(tr.ResNetConfig, num_labels=1000), tr.ResNetForImageClassification, attention="eager"
-            ),
-            images(64, 224),
-            optimizer=adamw,
-            dtype="float32",
-        ),
+    "resnet50": library_entry(
         "ResNet-50, fp32",
+        partial(tr.ResNetConfig, num_labels=1000),
+        tr.ResNetForImageClassification,
+        images(64, 224),
+        attention="eager",
+        dtype="float32",
         convolutions=True,
     ),
 }

@@ -15,7 +15,15 @@ import torch.nn.functional as F
 import transformers as tr
 from torch import nn
 
-from benchmarks.accuracy.workloads.entry import Entry, adamw, clipped, from_config, images, tokens
+from benchmarks.accuracy.workloads.entry import (
+    Entry,
+    adamw,
+    clipped,
+    from_config,
+    images,
+    library_entry,
+    tokens,
+)
 from oomph.workload import Workload
 
 Step = Callable[[], None]
@@ -246,32 +254,28 @@ def master_weights() -> Step:
 
 
 HELD_OUT_LIBRARY = {
-    "held-qwen2-amsgrad": Entry(
-        Workload(
-            from_config(_QWEN2_SMALL, tr.Qwen2ForCausalLM),
-            tokens(76032, 3, 1792),
-            optimizer=lambda params: torch.optim.AdamW(params, lr=1e-4, amsgrad=True),
-            dtype="bfloat16",
-        ),
+    "held-qwen2-amsgrad": library_entry(
         "Qwen2 (small), bf16, biased projections, GQA 14:2, tied head, AMSGrad",
+        _QWEN2_SMALL,
+        tr.Qwen2ForCausalLM,
+        tokens(76032, 3, 1792),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-4, amsgrad=True),
+        dtype="bfloat16",
     ),
-    "held-falcon-multi-query": Entry(
-        Workload(
-            from_config(_FALCON_SMALL, tr.FalconForCausalLM),
-            tokens(65024, 4, 1000),
-            optimizer=adamw,
-            autocast="bfloat16",
-        ),
+    "held-falcon-multi-query": library_entry(
         "Falcon (small), bf16 autocast, one key head for 17, parallel blocks, dropout",
+        _FALCON_SMALL,
+        tr.FalconForCausalLM,
+        tokens(65024, 4, 1000),
+        autocast="bfloat16",
     ),
-    "held-gemma-vocabulary": Entry(
-        Workload(
-            from_config(_GEMMA_SMALL, tr.GemmaForCausalLM),
-            tokens(256000, 2, 1024),
-            optimizer=lambda params: torch.optim.NAdam(params, lr=1e-4),
-            dtype="bfloat16",
-        ),
+    "held-gemma-vocabulary": library_entry(
         "Gemma (small), bf16, 256,000 tokens in a tied head, NAdam",
+        _GEMMA_SMALL,
+        tr.GemmaForCausalLM,
+        tokens(256000, 2, 1024),
+        optimizer=lambda params: torch.optim.NAdam(params, lr=1e-4),
+        dtype="bfloat16",
     ),
     "held-phi3-reentrant": Entry(
         Workload(
@@ -282,22 +286,20 @@ HELD_OUT_LIBRARY = {
         ),
         "Phi-3 (small), bf16, fused projections, head size 96, reentrant checkpointing, RAdam",
     ),
-    "held-olmo2-dropout": Entry(
-        Workload(
-            from_config(_OLMO2_SMALL, tr.Olmo2ForCausalLM),
-            tokens(50304, 3, 768),
-            optimizer=lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9, nesterov=True),
-        ),
+    "held-olmo2-dropout": library_entry(
         "OLMo-2 (small), fp32, norms after the blocks, dropout in SDPA, Nesterov momentum",
+        _OLMO2_SMALL,
+        tr.Olmo2ForCausalLM,
+        tokens(50304, 3, 768),
+        optimizer=lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9, nesterov=True),
     ),
-    "held-bart-translate": Entry(
-        Workload(
-            from_config(_BART_BASE, tr.BartForConditionalGeneration),
-            _translated,
-            optimizer=lambda params: torch.optim.Adamax(params, lr=1e-4),
-            autocast="float16",
-        ),
+    "held-bart-translate": library_entry(
         "BART base, fp16 autocast, padded sources, shorter targets, dropout in SDPA, Adamax",
+        _BART_BASE,
+        tr.BartForConditionalGeneration,
+        _translated,
+        optimizer=lambda params: torch.optim.Adamax(params, lr=1e-4),
+        autocast="float16",
     ),
     "held-llama-fp32-adapters": Entry(
         Workload(_adapted_llama, tokens(32000, 4, 1024), optimizer=adamw),
@@ -323,32 +325,28 @@ HELD_OUT_LIBRARY = {
         "MobileNetV2, fp16 autocast, channels last, depthwise convolutions, RMSprop",
         convolutions=True,
     ),
-    "held-segformer": Entry(
-        Workload(
-            from_config(
-                partial(tr.SegformerConfig, num_labels=19),
-                tr.SegformerForSemanticSegmentation,
-                attention="eager",
-            ),
-            _segmented,
-            optimizer=adamw,
-        ),
+    "held-segformer": library_entry(
         "SegFormer B0, fp32, a class for each pixel, logits resized to the picture",
+        partial(tr.SegformerConfig, num_labels=19),
+        tr.SegformerForSemanticSegmentation,
+        _segmented,
+        attention="eager",
         convolutions=True,
     ),
-    "held-vit-mae": Entry(
-        Workload(
-            from_config(tr.ViTMAEConfig, tr.ViTMAEForPreTraining),
-            _unlabelled,
-            optimizer=clipped(adamw),
-            autocast="bfloat16",
-        ),
+    "held-vit-mae": library_entry(
         "ViT-MAE base, bf16 autocast, three patches in four hidden by sorting noise, clipped gradients",
+        tr.ViTMAEConfig,
+        tr.ViTMAEForPreTraining,
+        _unlabelled,
+        optimizer=clipped(adamw),
+        autocast="bfloat16",
         convolutions=True,
     ),
-    "held-wav2vec2-ctc": Entry(
-        Workload(from_config(_WAV2VEC2_BASE, tr.Wav2Vec2ForCTC), _transcribed, optimizer=adamw),
+    "held-wav2vec2-ctc": library_entry(
         "Wav2Vec2 base, fp32, seven 1-D convolutions over raw sound, CTC loss",
+        _WAV2VEC2_BASE,
+        tr.Wav2Vec2ForCTC,
+        _transcribed,
         convolutions=True,
     ),
 }
