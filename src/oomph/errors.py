@@ -118,7 +118,8 @@ def is_out_of_host_memory(error: BaseException) -> bool:
 
 def is_missing_gpu(error: BaseException) -> bool:
     """Whether torch or a trainer raised it because a program uses CUDA on a machine without a GPU."""
-    return isinstance(error, (AssertionError, RuntimeError, ValueError)) and safe_text(error).startswith(_NO_GPU)
+    kinds = (AssertionError, RuntimeError, ValueError)
+    return isinstance(error, kinds) and safe_text(error).startswith(_NO_GPU)
 
 
 def _comes_from_program(error: BaseException) -> bool:

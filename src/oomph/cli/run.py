@@ -97,9 +97,9 @@ def run_script(
                 f"{raised_at(error) or name} uses CUDA, and there is no GPU here; "
                 f"`{predict}` predicts it without one"
             ) from error
-        sys.stderr.write(program_traceback(error))
         if not has_gpu:
             print(f"oomph: {name} failed, where there is no GPU; `{predict}` needs none", file=sys.stderr)
+        sys.stderr.write(program_traceback(error))
         if has_gpu and isinstance(error, torch.OutOfMemoryError):
             with stdout_to_stderr():
                 stem = Path(name).stem if module is None else module.rpartition(".")[2]
