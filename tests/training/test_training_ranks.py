@@ -5,6 +5,7 @@ import contextlib
 import io
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,30 @@ def resume_on_two(rank, port, folder):
         assert resumed(config, ranks) == []
 
 
+# ------------------------------------------------------------------------------------------ failures
+
+
+class Unreadable:
+    def __init__(self, batches):
+        self.state_dict = batches.state_dict
+
+    def __iter__(self):
+        raise OSError("cannot be read")
+
+
+def fail_to_read_on_one(rank, port, folder):
+    """Saving takes all ranks, and the other one is in its forward pass."""
+    as_rank(rank, port)
+    config = config_in(Path(folder), (*SAME, "parallel.data=fsdp2"), "longctx")
+    ended = pytest.raises(Exception, match="cannot be read" if rank else "lost another rank")
+    with ended, join_ranks(config, torch.device("cpu"), None) as ranks:
+        data = open_data(config, Path(folder))
+        if rank:
+            data = replace(data, train=Unreadable(data.train))
+        Trainer(config, workload(config), data, Path(folder), torch.device("cpu"), Callbacks(), ranks).run()
+    assert not (Path(folder) / "checkpoints").exists()
+
+
 # ------------------------------------------------------------------------------------------ mistakes
 
 MISTAKES = {
@@ -122,6 +147,7 @@ def everything(rank, port, folder):
     train_all(rank, port, folder)
     make_mistakes(rank, port + 10, folder)
     resume_on_two(rank, port + 20, f"{folder}/run")
+    fail_to_read_on_one(rank, port + 21, f"{folder}/unreadable")
 
 
 def test_runs_over_ranks(run_ranks, folder):

@@ -237,8 +237,7 @@ class Trainer:
         try:
             return list(islice(self.data.train, stage.accumulate))
         except Exception:
-            self._save(start)
-            self.checkpoints.wait()
+            self._save_alone(start)
             raise
 
     def _loss_and_gradients(self, batches: list[Any]) -> Tensor:
@@ -340,8 +339,7 @@ class Trainer:
             with deterministic_errors():
                 return self._evaluate_and_sample()
         except UserError:  # such as held-out data that cannot be read: save the training so far
-            self._save()
-            self.checkpoints.wait()
+            self._save_alone()
             raise
         finally:
             self.results.restart_clock()
@@ -406,6 +404,13 @@ class Trainer:
             self._check_weights()
             self._write_checkpoint(start)
 
+    def _save_alone(self, start: StepStart | None = None) -> None:
+        """Save after a failure of this rank. With others nothing is saved: that takes all ranks, and the
+        others have gone on."""
+        if self.ranks.parallel is None:
+            self._save(start)
+            self.checkpoints.wait()
+
     def _write_checkpoint(self, start: StepStart | None = None) -> None:
         if not self.config.training.save:
             return
@@ -438,8 +443,7 @@ class Trainer:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         try:
-            self._save(start)
-            self.checkpoints.wait()
+            self._save_alone(start)
         # A second out-of-memory error must not be handled as one between two steps, which saves what is now.
         except (UserError, RuntimeError, MemoryError) as second:
             return OutOfMemory(str(error), held, None, str(second))
