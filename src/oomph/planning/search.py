@@ -106,9 +106,13 @@ class _Option:
     estimate: _Estimate
     share: float = 1.0  # of the blocks that `group` changes
 
+    @property
+    def seconds(self) -> float:
+        return step_seconds(self.estimate.costs)
+
 
 @dataclass(eq=False)
-class _Set:
+class _FixSet:
     """Options that can be combined, with their estimated peak and time."""
 
     options: tuple[_Option, ...]
@@ -126,6 +130,10 @@ class _Set:
         return _fixes(self.options)
 
     @property
+    def host_bytes(self) -> int:
+        return sum(option.estimate.host_bytes for option in self.options)
+
+    @property
     def is_compiled(self) -> bool:
         return any(option.group[0].fix == "compile" for option in self.options)
 
@@ -136,12 +144,11 @@ class _Set:
     def rank(self, base: float) -> tuple[int, int, int, float]:
         """The fastest, of equals that which pins the least host memory, then that with the fewest fixes, then
         the smallest."""
-        host = sum(option.estimate.host_bytes for option in self.options)
-        return round(self.seconds / base / _SAME_TIME), host, len(self.fixes), self.peak
+        return round(self.seconds / base / _SAME_TIME), self.host_bytes, len(self.fixes), self.peak
 
 
 @dataclass(frozen=True)
-class _Trial:
+class _PredictedSet:
     """A set of fixes that was predicted with the whole model."""
 
     result: PredictedFixes
@@ -220,10 +227,10 @@ def _host_memory() -> int:
 class _Search:
     def __init__(self, program: Program, card: GPU, limit: int, host: int, is_max: bool) -> None:
         self.program, self.card, self.limit, self.host, self.is_max = program, card, limit, host, is_max
-        self.trials: dict[Any, _Trial] = {}
+        self.predicted: dict[Any, _PredictedSet] = {}
         self.estimates: dict[Any, _Estimate] = {}
         self.reduced: _Estimate | None = None  # the reduced model without fixes, if it gives the same peak
-        self.sets: list[_Set] = []  # not predicted
+        self.sets: list[_FixSet] = []  # not predicted
         self.began = time.perf_counter()
         self.first = 0.0  # seconds that the first prediction took
         self.each: dict[bool, float] = {}  # that one of several takes, of the whole model or of two blocks
@@ -232,7 +239,7 @@ class _Search:
         progress("predicting the step without fixes", None)
         prediction = self.program.predict()
         self.first = time.perf_counter() - self.began
-        self.base = base = self._trial((), prediction)
+        self.base = base = self._add_prediction((), prediction)
         self.seconds, self.margin = base.result.step_seconds, prediction.margin
         self.notes = (*prediction.assumptions, *prediction.notes)
         self.growth = prediction.growth.bytes if prediction.growth is not None else 0
@@ -255,7 +262,7 @@ class _Search:
     def _plan(
         self,
         kinds: tuple[FixKind, ...],
-        chosen: _Trial,
+        chosen: _PredictedSet,
         proposals: Proposals,
         needs: tuple[FixKind, ...] = (),
         least: int = 0,
@@ -283,7 +290,7 @@ class _Search:
             growth=self.growth,
             notes=self.notes,
             least=least,
-            predictions=len(self.trials),
+            predictions=len(self.predicted),
             seconds=time.perf_counter() - self.began,
         )
 
@@ -346,21 +353,21 @@ class _Search:
             elif not isinstance(result, OomphError):
                 raise result  # a bug of ours
 
-    def _predict(self, sets: Sequence[Fixes], progress: Progress, what: str) -> list[_Trial]:
+    def _predict(self, sets: Sequence[Fixes], progress: Progress, what: str) -> list[_PredictedSet]:
         """Those of the sets that their fixes do not refuse."""
-        new = list({_key(fixes): fixes for fixes in sets if _key(fixes) not in self.trials}.values())
+        new = list({_key(fixes): fixes for fixes in sets if _key(fixes) not in self.predicted}.values())
         results = self._results(self.program.predict_with(new), len(new), progress, what)
         for number, prediction in results:
-            self._trial(new[number], prediction)
-        return [self.trials[_key(fixes)] for fixes in sets if _key(fixes) in self.trials]
+            self._add_prediction(new[number], prediction)
+        return [self.predicted[_key(fixes)] for fixes in sets if _key(fixes) in self.predicted]
 
-    def _trial(self, fixes: Fixes, prediction: Prediction) -> _Trial:
+    def _add_prediction(self, fixes: Fixes, prediction: Prediction) -> _PredictedSet:
         seconds = prediction.step_seconds or UNKNOWN_SECONDS
         slowdown = seconds / self.seconds if fixes else 1.0
         host = _host_bytes(prediction) if fixes else 0
         fits = bool(prediction.fits) and host <= self.host
         parts = _parts(prediction.events, prediction.allocations)
-        trial = _Trial(
+        predicted = _PredictedSet(
             PredictedFixes(
                 fixes,
                 prediction.peak,
@@ -378,8 +385,8 @@ class _Search:
                 reserve=prediction.peak.reserved / max(1, prediction.peak.allocated),
             ),
         )
-        self.trials[_key(fixes)] = trial
-        return trial
+        self.predicted[_key(fixes)] = predicted
+        return predicted
 
     # ---------------------------------------------------------------------------------------- estimates
 
@@ -392,8 +399,8 @@ class _Search:
             if self.reduced is not None:
                 new, what = compiled, "predicting torch.compile"
         if new:
-            for trial in self._predict([_uses(each) for each in new], progress, what):
-                self.estimates[_key(trial.result.fixes)] = trial.estimate
+            for predicted in self._predict([_uses(each) for each in new], progress, what):
+                self.estimates[_key(predicted.result.fixes)] = predicted.estimate
 
     def _estimate_reduced(self, new: Sequence[Groups], progress: Progress, what: str) -> None:
         """Fill `estimates` from predictions of the reduced model, if it gives the whole one's peak."""
@@ -430,8 +437,8 @@ class _Search:
                 # What fixes leave is compared with this: its highest moments are those of the same blocks.
                 self.base = replace(self.base, estimate=replace(self.base.estimate, parts=parts))
 
-    def _axes(self, proposals: Sequence[Proposal], progress: Progress) -> list[list[_Option]]:
-        """For each fix its options; options of one axis exclude each other."""
+    def _alternatives(self, proposals: Sequence[Proposal], progress: Progress) -> list[list[_Option]]:
+        """For each fix, or those of activations together, its options: a set has one of them at most."""
         names = {one.fix for one in proposals}
         groups: list[tuple[Proposal, ...]] = [
             (one,)
@@ -454,16 +461,16 @@ class _Search:
                 self.estimates[_key((one.use,))] = replace(
                     self.base.estimate, reserve=share * self.base.estimate.reserve
                 )
-        axes: dict[str, list[_Option]] = {}
+        options: dict[str, list[_Option]] = {}
         for group in groups:
             estimate = self.estimates.get(_key(_uses([group])))
             if estimate is None:
                 continue
-            axis = "activations" if group[0].fix in _ACTIVATION_FIXES else group[0].fix
-            axes.setdefault(axis, []).append(_Option(group, _uses([group]), estimate))
-            if axis == "activations" and len(group) == 1:
-                axes[axis] += self._for_fewer_blocks(group[0], estimate)
-        return list(axes.values())
+            changed = "activations" if group[0].fix in _ACTIVATION_FIXES else group[0].fix
+            options.setdefault(changed, []).append(_Option(group, _uses([group]), estimate))
+            if changed == "activations" and len(group) == 1:
+                options[changed] += self._for_fewer_blocks(group[0], estimate)
+        return list(options.values())
 
     def _for_fewer_blocks(self, proposal: Proposal, estimate: _Estimate) -> Iterator[_Option]:
         """The same fix in fewer of the blocks, interpolated."""
@@ -477,37 +484,32 @@ class _Search:
 
     # ----------------------------------------------------------------------------------------- search
 
-    def _search(self, proposals: Sequence[Proposal], progress: Progress) -> _Trial:
+    def _search(self, proposals: Sequence[Proposal], progress: Progress) -> _PredictedSet:
         """Predict sets in the order of their estimated times, while one may be faster than the best found.
 
         What a prediction shows of a set corrects the estimates of those with other numbers of blocks.
         """
-        self.sets = sets = self._sets(self._axes(proposals, progress))
-        closest = min(self.trials.values(), key=_closeness)
+        self.sets = sets = self._sets(self._alternatives(proposals, progress))
+        closest = min(self.predicted.values(), key=_closeness)
         joint_estimates, tries, most_allocated = 0, 0, float(self.limit)
         underestimate = 1.0  # the largest ratio of a predicted to an estimated peak so far
         margin = 1 + self.margin / self.base.result.peak.reserved
         while tries < _MAX_PREDICTED_SETS:
             most = _PREDICT_BELOW_TIME * closest.result.step_seconds if closest.result.fits else math.inf
             may_estimate_jointly = self.reduced is not None and joint_estimates < _MAX_JOINT_ESTIMATES
-            factor = 1 / _JOINT_ESTIMATE_BELOW if may_estimate_jointly else underestimate
-            fitting = (
-                one
-                for one in sets
-                if one.seconds < most
-                and one.peak
-                * margin
-                * (1.0 if one.is_joint else underestimate if one.is_compiled else factor)
-                <= self.limit
-            )
-            chosen = min(fitting, key=lambda one: one.rank(self.seconds), default=None)
-            may_release = chosen is None
+            by_single_fixes = 1 / _JOINT_ESTIMATE_BELOW if may_estimate_jointly else underestimate
+            faster = [one for one in sets if one.seconds < most]
+            fitting = []
+            for one in faster:
+                error = 1.0 if one.is_joint else underestimate if one.is_compiled else by_single_fixes
+                if one.peak * margin * error <= self.limit:
+                    fitting.append(one)
+            may_release = not fitting
             if may_release:  # the allocator releases cached memory: only what is allocated has to fit
-                smaller = (one for one in sets if one.allocated * margin < most_allocated)
-                fitting = (one for one in smaller if one.seconds < most)
-                chosen = min(fitting, key=lambda one: one.rank(self.seconds), default=None)
-            if chosen is None:
+                fitting = [one for one in faster if one.allocated * margin < most_allocated]
+            if not fitting:
                 break
+            chosen = min(fitting, key=lambda one: one.rank(self.seconds))
             text = f"predicting {', '.join(use.fix for use in chosen.fixes)}"
             may_estimate_jointly &= not chosen.is_joint and not chosen.is_compiled
             if may_estimate_jointly and chosen.peak > _JOINT_ESTIMATE_ABOVE * self.limit:
@@ -522,11 +524,11 @@ class _Search:
             tries += 1
             sets.remove(chosen)
             for tried in {one.fixes: one for one in (self._without_needless(chosen), chosen)}.values():
-                trials = self._predict([tried.fixes], progress, text)
-                if not trials:
+                predicted = self._predict([tried.fixes], progress, text)
+                if not predicted:
                     continue
-                found = trials[0].result
-                closest = min(closest, trials[0], key=_closeness)
+                found = predicted[0].result
+                closest = min(closest, predicted[0], key=_closeness)
                 error = found.peak.reserved / tried.peak
                 underestimate = max(underestimate, error if not chosen.is_joint else 1.0)
                 self._correct_estimates((*sets, chosen), chosen, tried, found)
@@ -537,7 +539,7 @@ class _Search:
                     most_allocated = min(most_allocated, chosen.allocated * margin)
         return closest if closest.result.fits else self._smallest(closest, progress)
 
-    def _smallest(self, closest: _Trial, progress: Progress) -> _Trial:
+    def _smallest(self, closest: _PredictedSet, progress: Progress) -> _PredictedSet:
         """The set with the smallest estimate whose fixes do not refuse each other, predicted in full;
         `closest` if that is smaller."""
         refused: set[Any] = set()
@@ -545,13 +547,13 @@ class _Search:
             of_batch = _key(_uses(group for group in one.groups if group[0].where == ("batch",)))
             if of_batch in refused:  # a batch of fewer rows cannot be cut into as many parts
                 continue
-            if trials := self._predict([one.fixes], progress, "predicting the smallest set"):
-                return min(closest, trials[0], key=_closeness)
+            if predicted := self._predict([one.fixes], progress, "predicting the smallest set"):
+                return min(closest, predicted[0], key=_closeness)
             refused.add(of_batch)
         return closest
 
     def _correct_estimates(
-        self, sets: Iterable[_Set], chosen: _Set, tried: _Set, found: PredictedFixes
+        self, sets: Iterable[_FixSet], chosen: _FixSet, tried: _FixSet, found: PredictedFixes
     ) -> None:
         """Of sets with the same fixes in any number of blocks: by as much as the estimate of `tried`, which
         is `chosen` without what it may not need, was off."""
@@ -564,50 +566,55 @@ class _Search:
                     one.reserve = found.peak.reserved / found.peak.allocated
                 one.peak, one.seconds = peak * one.reserve, one.seconds + late
 
-    def _sets(self, axes: Sequence[Sequence[_Option]]) -> list[_Set]:
+    def _sets(self, alternatives: Sequence[Sequence[_Option]]) -> list[_FixSet]:
         """Every combination of options that save memory or time. Those that cost no time are in all."""
         choices: list[list[_Option | None]] = []
-        for axis in axes:
-            useful = [option for option in axis if self._saves(option) or self._is_faster(option)]
+        for options_of_fix in alternatives:
+            useful = [option for option in options_of_fix if self._saves(option) or self._is_faster(option)]
             free = [option for option in useful if self._is_free(option)]
             paid: list[_Option | None] = [option for option in useful if option not in free]
-            smallest = min(free, key=self._reserved_alone, default=None)
+            smallest = min(free, key=lambda option: self._reserved(option.estimate), default=None)
             choices.append([smallest, *paid])
             if smallest is not None:
-                least = (1 - _SAME_TIME) * self._seconds(smallest)
-                choices[-1] += [option for option in free if self._seconds(option) < least]
-        uses = [[use for option in axis if option is not None for use in option.fixes] for axis in choices]
+                least = (1 - _SAME_TIME) * smallest.seconds
+                choices[-1] += [option for option in free if option.seconds < least]
+        uses = [
+            [use for option in choice if option is not None for use in option.fixes] for choice in choices
+        ]
         for choice, own in zip(choices, uses, strict=True):
             others = [use for each in uses if each is not own for use in each]
             if None not in choice and any(conflict(a, b) for a in own for b in others):
                 choice.append(None)
-        found: list[_Set] = []
+        found: list[_FixSet] = []
+
+        def excludes(options: Sequence[_Option], other: _Option) -> bool:
+            return any(conflict(a, b) for each in options for a in each.fixes for b in other.fixes)
 
         def lacks_free_option(options: Sequence[_Option]) -> bool:
             return any(
-                first is not None
+                choice[0] is not None
                 and not any(option in choice for option in options)
-                and not any(conflict(a, b) for each in options for a in each.fixes for b in first.fixes)
-                for first, *choice in ((choice[0], *choice) for choice in choices)
+                and not excludes(options, choice[0])
+                for choice in choices
             )
 
         def extend(position: int, options: tuple[_Option, ...]) -> None:
             if position == len(choices):
-                fits_host = sum(option.estimate.host_bytes for option in options) <= self.host
-                if options and fits_host and not lacks_free_option(options):
-                    found.append(_Set(options, 0.0, 0.0, is_joint=False))
-                    self._estimate_set(found[-1])
+                one = _FixSet(options, 0.0, 0.0, is_joint=False)
+                if options and one.host_bytes <= self.host and not lacks_free_option(options):
+                    self._estimate_set(one)
+                    found.append(one)
                 return
             for option in choices[position]:
                 if option is None:
                     extend(position + 1, options)
-                elif not any(conflict(a, b) for each in options for a in each.fixes for b in option.fixes):
+                elif not excludes(options, option):
                     extend(position + 1, (*options, option))
 
         extend(0, ())
         return found
 
-    def _estimate_set(self, one: _Set) -> None:
+    def _estimate_set(self, one: _FixSet) -> None:
         """Set its peak and time, from a joint estimate where there is one."""
         estimate = self._joint_estimate(one.options)
         one.is_joint = estimate is not None
@@ -640,12 +647,6 @@ class _Search:
         highest = max((sum(held.values()) for held in estimate.parts.values()), default=0)
         return highest * min(estimate.reserve, self.base.estimate.reserve)
 
-    def _reserved_alone(self, option: _Option) -> float:
-        return self._reserved(option.estimate)
-
-    def _seconds(self, option: _Option) -> float:
-        return step_seconds(option.estimate.costs)
-
     def _saves(self, option: _Option) -> bool:
         """Whether it saves anything at the highest moment of some part of the step. This may be the peak once
         other fixes have lowered it elsewhere."""
@@ -657,12 +658,12 @@ class _Search:
         )
 
     def _is_free(self, option: _Option) -> bool:
-        return self._seconds(option) <= (1 + _SAME_TIME) * self.seconds
+        return option.seconds <= (1 + _SAME_TIME) * self.seconds
 
     def _is_faster(self, option: _Option) -> bool:
-        return self._seconds(option) < (1 - _SAME_TIME) * self.seconds
+        return option.seconds < (1 - _SAME_TIME) * self.seconds
 
-    def _without_needless(self, one: _Set) -> _Set:
+    def _without_needless(self, one: _FixSet) -> _FixSet:
         """Without fixes that are estimated not to be needed and do not make the step faster; first without
         those that pin host memory, then without those that save least."""
 
@@ -673,7 +674,7 @@ class _Search:
         scale = one.peak / self._reserved(whole)
 
         def order(option: _Option) -> tuple[int, float]:
-            return option.estimate.host_bytes, self._reserved_alone(option)
+            return option.estimate.host_bytes, self._reserved(option.estimate)
 
         for option in sorted(one.options, key=order, reverse=True):
             rest = [each for each in kept if each is not option]
@@ -697,9 +698,9 @@ class _Search:
         estimated to need much less and take longer."""
         front: list[PredictedFixes] = []
         allowed = [
-            trial.result
-            for trial in self.trials.values()
-            if all(find(use.fix).kind in kinds for use in trial.result.fixes)
+            predicted.result
+            for predicted in self.predicted.values()
+            if all(find(use.fix).kind in kinds for use in predicted.result.fixes)
         ]
         for one in sorted(allowed, key=lambda one: (one.step_seconds, one.peak.reserved, len(one.fixes))):
             if not front or one.peak.reserved < front[-1].peak.reserved:
@@ -712,10 +713,9 @@ class _Search:
             if is_allowed and is_slower and reserved < _SHOW_BELOW_MEMORY * front[-1].peak.reserved:
                 allocated = round(reserved * base.allocated / base.reserved)
                 peak = Peak(allocated, reserved, reserved + base.device - base.reserved)
-                host = sum(option.estimate.host_bytes for option in estimated.options)
-                slowdown = estimated.seconds / self.seconds
-                fits = reserved <= self.limit
-                front.append(PredictedFixes(fixes, peak, fits, estimated.seconds, slowdown, host, True))
+                slowdown, fits = estimated.seconds / self.seconds, reserved <= self.limit
+                seconds, host = estimated.seconds, estimated.host_bytes
+                front.append(PredictedFixes(fixes, peak, fits, seconds, slowdown, host, True))
         return tuple(front)
 
 
@@ -743,9 +743,9 @@ def _fixes(options: Iterable[_Option]) -> Fixes:
     return tuple(sorted(uses, key=lambda use: position(use.fix)))
 
 
-def _closeness(trial: _Trial) -> tuple[float, float]:
+def _closeness(predicted: _PredictedSet) -> tuple[float, float]:
     """Sorts those that fit first, the fastest before the others; then the rest by their peak."""
-    found = trial.result
+    found = predicted.result
     return (0.0, found.step_seconds) if found.fits else (float(found.peak.reserved), 0.0)
 
 
