@@ -64,15 +64,11 @@ def heads(size, dtype=BF16, tokens=1024):
     return q, randn(2, 2, tokens, size, dtype=dtype), randn(2, 2, tokens, size, dtype=dtype)
 
 
-def near_points():
+def attention_with_every_option():
     points = torch.rand(1024, 3, device="cuda")
-    return attention(*heads(64), bias=locality_bias(points, points, 2.0), causal=True, impl="triton")
-
-
-def padded_pattern():
+    options = {"bias": locality_bias(points, points, 2.0), "pattern": BlockPattern("mixed", block=64)}
     mask = torch.ones(2, 1024, device="cuda", dtype=torch.bool)
-    pattern = BlockPattern("mixed", block=64)
-    return attention(*heads(128, FP16), pattern=pattern, key_mask=mask, impl="triton")
+    return attention(*heads(128), key_mask=mask, causal=True, impl="triton", **options)
 
 
 def in_several_blocks():
@@ -133,8 +129,7 @@ CALLS = {
     "rotary of a part": lambda: rotary(
         randn(2, 7, 33, 80, dtype=FP32), fraction=0.4, heads_first=False, impl="triton"
     ),
-    "attention to near points": near_points,
-    "attention by a pattern, with padding": padded_pattern,
+    "attention with every option": attention_with_every_option,
     "delta attention": delta_attention,
     "selective scan in both directions": scan,
     "short convolution": lambda: short_convolution(randn(2, 515, 256), randn(256, 1, 4), impl="triton"),
