@@ -42,7 +42,7 @@ def test_recomputation_draws_the_same_random_numbers(options):
 
 
 def test_the_peak_falls_and_the_step_gets_slower():
-    work = workload(layers=3, width=256, heads=4, longest=512)
+    work = workload(layers=3, width=128, heads=4, longest=256)
     work = oomph.Workload(work.model, lambda device: tiny_batch(device, 16, 256), work.loss)
     prediction = oomph.predict(work, gpu="h200")
     proposals = fixes.propose(prediction, work, only=("activation_checkpointing",))

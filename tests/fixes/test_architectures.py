@@ -18,10 +18,13 @@ USES = {
     "tiled_mlp": {"tile": 7},
 }
 # Applied together; each on its own is tested with one model.
-TOGETHER = ("activation_checkpointing", "micro_batches"), (
-    "activation_offloading",
-    "fused_linear_cross_entropy",
-    "tiled_mlp",
+TOGETHER = (
+    ("activation_checkpointing", "micro_batches"),
+    (
+        "activation_offloading",
+        "fused_linear_cross_entropy",
+        "tiled_mlp",
+    ),
 )
 # These do not depend on the architecture, or their own tests run every architecture.
 ELSEWHERE = {

@@ -6,13 +6,14 @@ from functools import partial
 
 import pytest
 import torch
-from short_training import not_found, proposed, same_parameters, trained
+from short_training import not_found, same_parameters, trained
 from small import TinyLM, plain_loss, seeded, tiny_batch, workload
 from torch import nn
 
 import oomph
 from oomph import fixes
 from oomph.errors import UserError
+from oomph.prediction import isolation
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, eps=1e-4)
 EXACT = ["optimizer_in_backward", "fused_optimizer", "no_foreach", "optimizer_cpu_offload"]
@@ -44,6 +45,13 @@ class Awkward(TinyLM):
 def larger(**changes):
     work = workload(layers=1, width=1024, heads=4, longest=64)
     return replace(work, **changes)
+
+
+@pytest.fixture(scope="module")
+def unfixed():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(isolation, "_inside", True)
+        return oomph.predict(larger(), gpu="h200")
 
 
 @pytest.mark.parametrize("fix", EXACT)
@@ -96,9 +104,9 @@ def test_a_checkpoint_continues_where_it_was(fix):
 
 
 @pytest.mark.parametrize("fix", EXACT)
-def test_it_is_proposed_where_it_saves_memory_and_not_twice(fix):
+def test_it_is_proposed_where_it_saves_memory_and_not_twice(fix, unfixed):
     work = larger()
-    (proposal,) = proposed(fix, work)
+    (proposal,) = fixes.propose(unfixed, work, only=(fix,))
     assert proposal.saving > 0
     assert proposal.kind == "exact"
     assert not_found(fix, fixes.apply(fix, work))
@@ -130,14 +138,12 @@ def test_gradients_are_gone_when_backward_is_over():
     assert torch.equal(model.head.weight, after)
 
 
-def test_the_prediction_holds_one_gradient_at_a_time():
-    work = larger()
-    before = oomph.predict(work, gpu="h200")
-    after = oomph.predict(fixes.apply("optimizer_in_backward", work), gpu="h200")
-    state = [dict(prediction.by_stage())["optimizer state"] for prediction in (before, after)]
+def test_the_prediction_holds_one_gradient_at_a_time(unfixed):
+    after = oomph.predict(fixes.apply("optimizer_in_backward", larger()), gpu="h200")
+    state = [dict(prediction.by_stage())["optimizer state"] for prediction in (unfixed, after)]
     assert state[1] == pytest.approx(state[0], rel=0.05)
-    assert dict(after.by_stage()).get("gradients", 0) < 0.35 * dict(before.by_stage())["gradients"]
-    assert [step.end for step in after.steps] == [step.end for step in before.steps]
+    assert dict(after.by_stage()).get("gradients", 0) < 0.35 * dict(unfixed.by_stage())["gradients"]
+    assert [step.end for step in after.steps] == [step.end for step in unfixed.steps]
 
 
 def test_a_second_backward_before_the_step_is_refused():
@@ -233,14 +239,13 @@ def test_offloaded_steps_see_parameters_that_were_written_in_between():
     assert parameter.tolist() == [4, 4]
 
 
-def test_offload_leaves_no_state_on_the_gpu_and_counts_its_copies():
+def test_offload_leaves_no_state_on_the_gpu_and_counts_its_copies(unfixed):
     work = larger()
-    before = oomph.predict(work, gpu="h200")
     after = oomph.predict(fixes.apply("optimizer_cpu_offload", work), gpu="h200")
     assert "optimizer state" not in dict(after.by_stage())
     parameters = sum(parameter.numel() * 4 for parameter in work.model().parameters())
     assert after.work.optimizer.to_host == after.work.optimizer.to_device == parameters
-    assert before.steps[-1].end - after.steps[-1].end >= 2 * parameters
+    assert unfixed.steps[-1].end - after.steps[-1].end >= 2 * parameters
 
 
 # -- flags ------------------------------------------------------------------------------------------------

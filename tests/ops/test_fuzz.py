@@ -13,13 +13,13 @@ pytestmark = [
 ]
 
 
-# Calls of the fast ops; 12 of the others.
-CALLS = {"linear_cross_entropy": 60, "attention": 20, "tiled_mlp": 30, "modulated_linear": 30, "rotary": 20}
+# Calls of the fast ops; 8 of the others.
+CALLS = {"linear_cross_entropy": 30, "attention": 10, "tiled_mlp": 15, "modulated_linear": 15, "rotary": 10}
 
 
 @pytest.mark.parametrize("name", OPS)
 def test_random_calls_are_right_or_refused_in_one_line(name):
-    _, failures = fuzz(CALLS.get(name, 12), seed=0, only=name)
+    _, failures = fuzz(CALLS.get(name, 8), seed=0, only=name)
     assert not failures
 
 

@@ -51,7 +51,6 @@ class SendsSignals(Recorder):
         ("longctx", ()),
         ("ginr", ()),
         ("npt", ()),
-        ("pythia", ("fixes=[optimizer_8bit]", "training.dtype=bfloat16")),
         ("pythia", (IN_BACKWARD, "training.dtype=bfloat16", "training.clip=null")),
         ("pythia", ("fixes=[activation_checkpointing, optimizer_cpu_offload]", "model.num_layers=2")),
         ("pythia", ("training.autocast=float16",)),

@@ -137,20 +137,6 @@ def test_the_input_is_not_changed_and_nan_stays_where_it_is(impl):
     assert got[0, 1, 2, [3, 7]].isnan().all()
 
 
-def test_compile_traces_it_whole_and_agrees():
-    q, k = rand(1, 4, 6, 8, dtype=torch.bfloat16, grad=True), rand(1, 2, 6, 8, dtype=torch.bfloat16)
-    compiled = torch.compile(rotary, backend="eager", fullgraph=True)
-    positions = torch.arange(6) + 2**20
-    got_q, got_k = compiled(q, k, positions=positions)
-    want_q, want_k = rotary(q, k, positions=positions)
-    assert torch.equal(got_q, want_q)
-    assert torch.equal(got_k, want_k)
-    packed = torch.compile(lambda x: rotary(x, turned_heads=3), backend="eager", fullgraph=True)
-    assert torch.equal(packed(q), rotary(q, turned_heads=3))
-    got_q.float().square().sum().backward()
-    torch.testing.assert_close(q.grad, (2 * q).detach(), rtol=0.02, atol=0.02)  # lengths are preserved
-
-
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_a_prediction_sees_one_output_and_one_gradient_and_no_copies(device):
     q_bytes, k_bytes = 32 * 4096 * 128 * 2, 8 * 4096 * 128 * 2
