@@ -26,7 +26,7 @@ from oomph.prediction import isolation
 pytest.importorskip("triton")
 
 SHARED_MEMORY = 227 << 10  # of one block of threads on an H100 or H200
-# Rounds of loops that are unrolled: no fewer paths with two, and no less shared memory, in a third of the time.
+# Rounds of unrolled loops: two have all paths and the same shared memory, and take less time to compile.
 UNROLLED = {"S": 2, "STEPS": 2}
 OPS = Path(launch.__file__).parent
 _TYPES = {
