@@ -389,6 +389,26 @@ def test_tensors_of_a_class_without_dispatch_are_moved_to_the_gpu():
     assert len(made) == 2
 
 
+def test_the_attributes_of_a_tensor_are_replaced_as_a_whole():
+    """As those of MONAI's MetaTensor are."""
+
+    class Tagged(torch.Tensor):
+        pass
+
+    def program():
+        model = nn.Linear(WIDTH, WIDTH).cuda()
+        first, second = (torch.randn(ROWS, WIDTH, device="cuda").as_subclass(Tagged) for _ in range(2))
+        first.tag, second.tag = "first", "second"
+        second.__dict__ = vars(first).copy()
+        assert second.tag == "first"
+        second.__dict__ = {"name": "third"}
+        assert vars(second)["name"] == "third"
+        assert not hasattr(second, "tag")
+        model(second).sum().backward()
+
+    assert any("addmm" in each.op for each in oomph.predict(program).allocations)
+
+
 def test_a_parameter_is_swapped_for_a_quantized_one():
     """As quantized layers do when they are built; their `to` takes a dtype alone."""
 

@@ -24,6 +24,7 @@ from oomph.torch_internals import (
 
 Handler = Callable[[Any, Any, Sequence[Any], dict[str, Any]], Any]
 _HOST = torch.device("cpu")
+_ATTRIBUTES = vars(torch.Tensor)["__dict__"]
 _MOST_COPIED = 1 << 20  # elements; a larger array is one number, expanded
 
 
@@ -503,7 +504,20 @@ def _fake_class(cls: type) -> Any:
         return FakeTensor
     above = cls.__mro__[: cls.__mro__.index(torch.Tensor)]
     base = _FakeBase if any("__torch_function__" in vars(each) for each in above) else FakeTensor
-    return type(cls.__name__, (cls, base), {"__module__": cls.__module__})
+    attributes = property(_ATTRIBUTES.__get__, _set_attributes)
+    return type(cls.__name__, (cls, base), {"__module__": cls.__module__, "__dict__": attributes})
+
+
+def _set_attributes(tensor: FakeTensor, given: dict[str, Any]) -> None:
+    """Programs may replace the attributes of a tensor as a whole, but not those that make it fake."""
+    own = vars(tensor)
+    _ATTRIBUTES.__set__(tensor, given | {name: own[name] for name in _fake_attributes(own["fake_mode"])})
+
+
+@functools.cache
+def _fake_attributes(mode: Any) -> tuple[str, ...]:
+    with internals.disable_dispatch_modes(), disable_torch_function():
+        return tuple(vars(FakeTensor(mode, torch.empty(0, device="meta"), _HOST)))
 
 
 def install_default_device(patches: Patches, placement: PlacementMode) -> None:
