@@ -335,6 +335,9 @@ def storage_id(storage: torch.UntypedStorage) -> int:
 
 # ---------------------------------------------------------------------------------------------- measurement
 
+with _section():  # "bf16"
+    from torch.utils._dtype_abbrs import dtype_abbrs
+
 with _section():  # the size of every request to the allocator
     cuda_lazy_call: Any = torch.cuda._lazy_call  # run when CUDA is first used
     out_of_memory_observer: Any = getattr(

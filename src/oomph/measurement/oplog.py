@@ -21,6 +21,7 @@ from oomph.torch_internals import (
     TorchDispatchMode,
     cuda_lazy_call,
     dispatch_has_kernel_for_dispatch_key,
+    dtype_abbrs,
     is_composite,
     memory_snapshot,
     out_of_memory_observer,
@@ -28,20 +29,6 @@ from oomph.torch_internals import (
 )
 
 _SHOWN_OUTPUTS = 4  # a foreach op returns one tensor per parameter; the first few name it well enough
-_SHORT_DTYPES = {
-    torch.float32: "f32",
-    torch.float64: "f64",
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.int16: "i16",
-    torch.int8: "i8",
-    torch.uint8: "u8",
-    torch.bool: "b8",
-    torch.complex64: "c64",
-    torch.complex128: "c128",
-}
 
 
 # One op, two names: what a CPU trace calls an op that CUDA dispatches under another name.
@@ -72,7 +59,7 @@ def short_name(op: str) -> str:
 def describe(value: Any) -> str:
     """Shapes and dtypes of an op's result: "f32[8,512]", "(f32[8], f32[8])"; "" without a tensor."""
     if isinstance(value, torch.Tensor):
-        dtype = _SHORT_DTYPES.get(value.dtype, str(value.dtype).removeprefix("torch."))
+        dtype = dtype_abbrs.get(value.dtype, str(value.dtype).removeprefix("torch."))
         return f"{dtype}[{','.join(str(int(size)) for size in value.shape)}]"
     if isinstance(value, list | tuple):
         shown = [describe(item) for item in value[:_SHOWN_OUTPUTS]]

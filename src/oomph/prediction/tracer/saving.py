@@ -24,20 +24,6 @@ _SAVED = b"tensors of a prediction, without data\n"
 _searched_modules: set[str] = set()
 _with_safe_open: set[str] = set()
 _map_location: ContextVar[Any] = ContextVar("map_location", default=None)
-_SAFETENSORS_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 def install_saving(patches: Patches) -> None:
@@ -228,16 +214,13 @@ def _call_write(tensors: Any, filename: Any, metadata: Any = None) -> None:
 
 def _write_safetensors(tensors: Mapping[str, torch.Tensor], filename: Any, metadata: Any) -> None:
     """A valid file with a header and a hole of the tensors' size, which takes no space on disk."""
+    names = {dtype: name for name, dtype in sys.modules["safetensors.torch"]._TYPES.items()}
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     end = 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.numel() * tensor.element_size()
-        shape = list(tensor.shape)
-        header[name] = {
-            "dtype": _SAFETENSORS_DTYPES[tensor.dtype],
-            "shape": shape,
-            "data_offsets": [start, end],
-        }
+        layout = {"dtype": names[tensor.dtype], "shape": list(tensor.shape)}
+        header[name] = {**layout, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with open(filename, "wb") as file:
