@@ -93,6 +93,18 @@ def test_large_values_that_sizes_depend_on_are_computed_from_the_data():
     assert "depends on values" in notes_of(oomph.predict(program, gpu="h200"))  # of the random distances
 
 
+@in_trace(lambda found: "depends on values" not in notes_of(found))
+def test_a_mask_that_is_expanded_for_every_query_is_followed():
+    """As Longformer and LED make their masks: a row for each query, of which they take the first."""
+    kept = torch.zeros(4, 8192, dtype=torch.int64, device="cuda")
+    kept[:, 0] = 1
+    expanded = kept[:, None, None, :].expand(4, 1, 8192, 8192).float()
+    inverted = 1.0 - expanded
+    mask = inverted.masked_fill(inverted.bool(), torch.finfo(torch.float32).min) * inverted
+    assert len((mask[:, 0, 0, :] == 0).nonzero()) == 4
+    assert len((mask[:, 0, 5, :] < 0).nonzero()) == 4 * 8191
+
+
 @in_trace(lambda found: "taken as 1" in notes_of(found))
 def test_large_matrices_are_not_multiplied_for_a_number_that_is_read():
     positions = torch.arange(1200, device="cuda")

@@ -89,7 +89,7 @@ _MAY_WAIT = (
     _softmax.default _log_softmax.default logsumexp.default scatter.value
 """)
 )
-_MOST_WAITING = 1 << 24  # elements
+_MOST_WAITING = 1 << 24  # elements, without those that an expanded dimension repeats
 _MOST_MULTIPLICATIONS = 1 << 28  # of a product: tens of milliseconds
 _COPY = aten.copy_.default
 _ADDITIONS = aten_ops("add.Tensor add_.Tensor")
@@ -246,18 +246,29 @@ class _Waiting:
     ) -> None:
         self._writes, self._call, self._values, self.known, self._result = writes, call, values, known, result
         self._version = None if values is None else self._version_of(values)
+        self._layout: torch.Tensor | None = None
 
     def compute(self) -> torch.Tensor | None:
         """None where an input has been overwritten since."""
         if self._values is None and self._call is not None:
             call, self._call = self._call, None
             with contextlib.suppress(Exception):
-                computed = call.run(_Waiting._input)
+                computed = _run_without_repeats(call.replaced(_Waiting._input))
                 values = computed[self._result] if isinstance(computed, (list, tuple)) else computed
                 self._values, self._version = values, self._version_of(values)
         if self._values is None or self._version_of(self._values) != self._version:
             return None
         return self._values
+
+    def layout(self) -> torch.Tensor:
+        """A tensor without data that has the shape of the values, and a stride of 0 where they repeat."""
+        if self._layout is None and self._values is not None:
+            self._layout = torch.empty_strided(self._values.shape, self._values.stride(), device="meta")
+        elif self._layout is None:
+            assert self._call is not None
+            made = _run_without_repeats(self._call.replaced(_Waiting.layout))
+            self._layout = made[self._result] if isinstance(made, (list, tuple)) else made
+        return self._layout
 
     def _version_of(self, values: torch.Tensor) -> tuple[int, int]:
         """Writes by the program, of data on the host, and by the trace, which torch does not count."""
@@ -488,7 +499,7 @@ class Values:
         """Distances between known positions, masks of known lengths, unknown numbers that are masked."""
         func = _IN_PLACE_FILLS.get(call.func, call.func)
         may_wait = torch.Tag.pointwise in func.tags or func in _MAY_WAIT or call.func in _IN_PLACE_FILLS
-        if not may_wait or func._schema.is_mutable or not given or results[0].numel() > _MOST_WAITING:
+        if not may_wait or func._schema.is_mutable or not given:
             return False
         if call.func in _PRODUCTS and results[0].numel() * given[0].shape[-1] > _MOST_MULTIPLICATIONS:
             return False
@@ -506,11 +517,16 @@ class Values:
             inputs[id(tensor)] = waiting
         known = all(waiting.known for waiting in inputs.values())
         replaced = call.replaced(lambda tensor: inputs[id(tensor)])._replace(func=func)
+        waiting_results = [
+            _Waiting(self._writes, replaced, None, known, index) for index in range(len(results))
+        ]
+        if results[0].numel() > _MOST_WAITING and _elements(waiting_results[0]) > _MOST_WAITING:
+            return False
         self.invalidate(call)
-        for index, result in enumerate(results):
+        for result, waiting in zip(results, waiting_results, strict=True):
             stamp = self._overwritten.get(result.untyped_storage(), 0)
             result.__dict__[_FOLLOWED] = True
-            self._waiting[result] = _Waiting(self._writes, replaced, None, known, index), stamp
+            self._waiting[result] = waiting, stamp
         return True
 
     def _waiting_for(self, tensor: torch.Tensor) -> _Waiting | None:
@@ -755,6 +771,40 @@ class Values:
         if small:
             values = _from_rows(values, out.shape, chosen, dim)
         return self.set(out, values, whole=small, known=False)
+
+
+def _elements(waiting: _Waiting) -> float:
+    """How many different elements the values have at most."""
+    try:
+        layout = waiting.layout()
+    except Exception:
+        return math.inf
+    sizes = zip(layout.shape, layout.stride(), strict=True)
+    return math.prod(size for size, stride in sizes if stride)
+
+
+def _run_without_repeats(call: OpCall) -> Any:
+    """An elementwise op of expanded tensors runs on one of the elements that are alike."""
+    tensors = list(tensors_in(call.args, call.kwargs))
+    if call.func is not aten._to_copy.default and torch.Tag.pointwise not in call.func.tags:
+        return call.func(*call.args, **call.kwargs)
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+
+    def one_of_repeated(tensor: torch.Tensor) -> torch.Tensor:
+        for dim in repeated:
+            if dim + tensor.dim() >= 0:
+                tensor = tensor.narrow(dim, 0, 1)
+        return tensor
+
+    def repeats(tensor: torch.Tensor, dim: int) -> bool:
+        return dim + tensor.dim() < 0 or tensor.size(dim) == 1 or tensor.stride(dim) == 0
+
+    repeated = [
+        dim
+        for dim in range(-len(shape), 0)
+        if shape[dim] > 1 and all(repeats(tensor, dim) for tensor in tensors)
+    ]
+    return call.run(one_of_repeated).expand(shape)
 
 
 def _from_rows(values: torch.Tensor, shape: Sequence[int], chosen: int, dim: int | None) -> torch.Tensor:
