@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -37,57 +36,33 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 
-def _attach(
-    package: str, homes: Mapping[str, Collection[str]], submodules: Collection[str] = ()
-) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """The `__getattr__`, `__dir__` and `__all__` of a package that imports its modules when they are used.
-
-    `homes`: submodule -> the names it gives the package; `submodules`: those offered as they are.
-    Type checkers do not look in here: the package imports the same names under TYPE_CHECKING.
-    """
-    home_of = {name: home for home, names in homes.items() for name in names}
-    namespace = vars(sys.modules[package])
-
-    def get(name: str) -> Any:
-        if name in submodules:
-            return import_module(f"{package}.{name}")  # which makes it an attribute of the package
-        if name not in home_of:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = namespace[name] = getattr(import_module(f"{package}.{home_of[name]}"), name)
-        return value
-
-    def list_names() -> list[str]:
-        return sorted({*namespace, *home_of, *submodules})
-
-    return get, list_names, sorted({*home_of, *submodules})
-
-
 # Imported when first asked for, so that commands which need no torch do not wait for it.
-__getattr__, __dir__, __all__ = _attach(
-    __name__,
-    {
-        "diagnosis": ("diagnose",),
-        "errors": ("ArgumentError", "OomphError", "ProgramError", "UserError"),
-        "fixes": ("apply", "undo"),
-        "measurement": ("measure",),
-        "planning": ("fit",),
-        "prediction": ("Script", "predict"),
-        "records": (
-            "Change",
-            "Diagnosis",
-            "Difference",
-            "Finding",
-            "FixUse",
-            "Measurement",
-            "Plan",
-            "Prediction",
-            "Proposal",
-            "Verification",
-        ),
-        "workload": ("MicroBatches", "Workload"),
-    },
-    submodules=("fixes", "nn", "ops"),
-)
+_MODULES = {
+    **dict.fromkeys(("fixes", "nn", "ops"), ""),
+    "diagnose": "diagnosis",
+    **dict.fromkeys(("ArgumentError", "OomphError", "ProgramError", "UserError"), "errors"),
+    **dict.fromkeys(("apply", "undo"), "fixes"),
+    "measure": "measurement",
+    "fit": "planning",
+    **dict.fromkeys(("Script", "predict"), "prediction"),
+    **dict.fromkeys(("Change", "Diagnosis", "Difference", "Finding", "FixUse", "Measurement"), "records"),
+    **dict.fromkeys(("Plan", "Prediction", "Proposal", "Verification"), "records"),
+    **dict.fromkeys(("MicroBatches", "Workload"), "workload"),
+}
+__all__ = sorted(_MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(f"{__name__}.{_MODULES[name] or name}")
+    value = globals()[name] = getattr(module, name) if _MODULES[name] else module
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 if "IPython" in sys.modules:  # a notebook shows records as HTML
     import_module("oomph.integrations.jupyter").register()

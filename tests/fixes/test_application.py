@@ -13,8 +13,8 @@ from torch import nn
 import oomph
 from oomph import fixes
 from oomph.errors import UserError
+from oomph.fix_names import APPLICATION_ORDER, OLD_NAMES
 from oomph.fixes import registry
-from oomph.fixes.names import APPLICATION_ORDER, OLD_NAMES
 from oomph.fixes.registry import Fix
 from oomph.records import FixUse, Proposal
 

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from oomph import gpus
 from oomph.errors import UserError
-from oomph.fixes.names import check_name
+from oomph.fix_names import check_name
 from oomph.records import Prediction, Progress
 
 PROGRESS_DELAY_S = 2.0  # after the command began

@@ -5,27 +5,21 @@ Workload or a model; `undo` takes them out of a model again. `verify` compares l
 after.
 """
 
-from typing import TYPE_CHECKING
+from oomph.fixes.application import apply, apply_to_model, changes_in, propose, undo
+from oomph.fixes.registry import Fix, all_fixes, find, uses_of
+from oomph.fixes.verification import verify
+from oomph.records import Verification
 
-from oomph import _attach
-
-if TYPE_CHECKING:
-    from oomph.fixes.application import (
-        apply as apply,
-        apply_to_model as apply_to_model,
-        changes_in as changes_in,
-        propose as propose,
-        undo as undo,
-    )
-    from oomph.fixes.registry import Fix as Fix, all_fixes as all_fixes, find as find, uses_of as uses_of
-    from oomph.fixes.verification import verify as verify
-    from oomph.records import Verification as Verification
-
-__getattr__, __dir__, __all__ = _attach(
-    __name__,
-    {
-        "application": ("apply", "apply_to_model", "changes_in", "propose", "undo"),
-        "registry": ("Fix", "all_fixes", "find", "uses_of"),
-        "verification": ("Verification", "verify"),
-    },
-)
+__all__ = [
+    "Fix",
+    "Verification",
+    "all_fixes",
+    "apply",
+    "apply_to_model",
+    "changes_in",
+    "find",
+    "propose",
+    "undo",
+    "uses_of",
+    "verify",
+]

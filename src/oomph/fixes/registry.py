@@ -21,8 +21,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from oomph.errors import UserError, warn_deprecated
+from oomph.fix_names import APPLICATION_ORDER, OLD_NAMES, check_name
 from oomph.fixes.journal import Journal
-from oomph.fixes.names import APPLICATION_ORDER, OLD_NAMES, check_name
 from oomph.prediction import fake_model
 from oomph.records import FixKind, FixUse, Prediction, Proposal
 from oomph.units import parse_bytes
