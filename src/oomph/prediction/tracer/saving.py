@@ -72,22 +72,17 @@ def _save_without_data(patches: Patches) -> None:
             Path(f).write_bytes(data)
 
     def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if hasattr(f, "read"):
-            start = f.tell()
-            head = f.read(len(_SAVED))
-            rest = f.read() if head == _SAVED else b""
-            if head != _SAVED:
-                f.seek(start)
-        else:
-            with open(f, "rb") as file:
-                head = file.read(len(_SAVED))
-                rest = file.read() if head == _SAVED else b""
-        if head != _SAVED:  # or a tensor with values in a file that we have written
+        with contextlib.nullcontext(f) if hasattr(f, "read") else open(f, "rb") as file:
+            start = file.tell()
+            saved = file.read() if file.read(len(_SAVED)) == _SAVED else None
+            if saved is None:
+                file.seek(start)
+        if saved is None:  # or a tensor with values in a file that we have written
             where = _map_location.get() if map_location is None else map_location
             return load_real(f, where, *args, **kwargs)
         token = _map_location.set(map_location)
         try:
-            return pickle.loads(rest)
+            return pickle.loads(saved)
         finally:
             _map_location.reset(token)
 
