@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -244,14 +244,8 @@ def _judged_race(row: Row, time_bar: float, memory_bar: float) -> Row:
 
 
 def _rounded(row: Row, **changes: Any) -> Row:
-    return Row(
-        **{
-            **asdict(row),
-            "measured_mib": round(row.measured_mib, 1),
-            "measured_ms": None if row.measured_ms is None else round(row.measured_ms, 2),
-            **changes,
-        }
-    )
+    ms = None if row.measured_ms is None else round(row.measured_ms, 2)
+    return replace(row, measured_mib=round(row.measured_mib, 1), measured_ms=ms, **changes)
 
 
 def _line(row: Row) -> str:

@@ -29,7 +29,7 @@ from oomph.prediction import predict
 from oomph.records import Prediction
 from oomph.systems.longctx import PRESETS as LONGCTX, LongContext
 from oomph.systems.longctx.naive import CHUNK, chunked_loss, next_token_loss, should_chunk
-from oomph.systems.npt import PRESETS as NPT, NPComponent, NPTConfig, NPTModel, NPTOptimization
+from oomph.systems.npt import PRESETS as NPT, NPComponent, NPTConfig, NPTOptimization
 from oomph.systems.npt.naive import COMPONENTS, build as build_naive_npt
 from oomph.systems.pythia import PRESETS as PYTHIA, create_pythia_70m
 from oomph.systems.pythia.naive import REPORT_VOCAB_SIZE
@@ -200,32 +200,23 @@ def naive_peak(row: Configuration) -> int | None:
     """Predicted peak of the report's implementation; a loop over tokens is extrapolated."""
     if row.component is None:
         return None
+    peak = partial(_predicted_peak, row.config, row.component, row.batch)
     if row.component == "whole":
-        return _naive_peak(row.config, row.component, row.batch, row.length)
-    few, more = (
-        _naive_peak(row.config, row.component, row.batch, tokens) for tokens in (FEW_TOKENS, MORE_TOKENS)
-    )
+        return peak(row.length)
+    few, more = map(peak, (FEW_TOKENS, MORE_TOKENS))
     return few + (more - few) * (row.length - FEW_TOKENS) // (MORE_TOKENS - FEW_TOKENS)
 
 
 def model_peak(row: Configuration) -> int:
     """Predicted peak of our implementation, which never forms the weight deltas that would be offloaded."""
     optimization = replace(row.config.optimization, use_cpu_offload=False)
-    return _model_peak(replace(row.config, optimization=optimization), row.batch, row.length)
+    return _predicted_peak(replace(row.config, optimization=optimization), None, row.batch, row.length)
 
 
 @lru_cache
-def _naive_peak(config: NPTConfig, component: str, batch: int, length: int) -> int:
-    return _predicted_peak(lambda: build_naive_npt(config, component), batch, length)
-
-
-@lru_cache
-def _model_peak(config: NPTConfig, batch: int, length: int) -> int:
-    return _predicted_peak(config.build, batch, length)
-
-
-def _predicted_peak(build: Callable[[], NPTModel], batch: int, length: int) -> int:
-    """Bytes allocated at the peak of a training step with AdamW."""
+def _predicted_peak(config: NPTConfig, component: str | None, batch: int, length: int) -> int:
+    """Bytes allocated at the peak of a training step with AdamW. `component`: of the report; None: ours."""
+    build = config.build if component is None else partial(build_naive_npt, config, component)
 
     def inputs(device: torch.device) -> dict[str, Tensor]:
         return {"input_ids": torch.zeros(batch, length, dtype=torch.long, device=device)}
@@ -256,20 +247,17 @@ def component_error(name: str) -> float:
 def delta_sizes() -> dict[str, tuple[str, str]]:
     """What is allocated -> its size at the report's d_ffn, and at Llama-3.1-8B's."""
     c = npt_claims
-
-    def both(size: Callable[[int], str]) -> tuple[str, str]:
-        return size(c.D_FFN), size(c.D_FFN_8B)
-
-    return {
-        "weight deltas of all tokens": both(lambda f: gib(c.whole_delta_bytes(f))),
-        "one token's delta, B=1": both(lambda f: mib(c.token_delta_bytes(1, f))),
-        f"one token's delta, B={c.BATCH}": both(lambda f: mib(c.token_delta_bytes(c.BATCH, f))),
-        f"{c.TOKENS} tokens' deltas saved one by one": both(
-            lambda f: gib(c.TOKENS * c.token_delta_bytes(c.BATCH, f))
+    sizes: dict[str, Callable[[int], str]] = {
+        "weight deltas of all tokens": lambda f: gib(c.whole_delta_bytes(f)),
+        "one token's delta, B=1": lambda f: mib(c.token_delta_bytes(1, f)),
+        f"one token's delta, B={c.BATCH}": lambda f: mib(c.token_delta_bytes(c.BATCH, f)),
+        f"{c.TOKENS} tokens' deltas saved one by one": lambda f: gib(
+            c.TOKENS * c.token_delta_bytes(c.BATCH, f)
         ),
-        "modulation": both(lambda f: f"{c.modulation_elements() * c.FP32 // 1024} KiB"),
-        "model: h A, and (h A) * mod": both(lambda f: f"{c.model_bytes() // 1024} KiB"),
+        "modulation": lambda f: f"{c.modulation_elements() * c.FP32 // 1024} KiB",
+        "model: h A, and (h A) * mod": lambda f: f"{c.model_bytes() // 1024} KiB",
     }
+    return {what: (size(c.D_FFN), size(c.D_FFN_8B)) for what, size in sizes.items()}
 
 
 def check_npt(write: Print) -> bool:
