@@ -94,6 +94,18 @@ def test_large_values_that_sizes_depend_on_are_computed_from_the_data():
 
 
 @in_trace(lambda found: "depends on values" not in notes_of(found))
+def test_large_targets_that_are_made_on_the_host_have_what_was_written_into_them():
+    """As detectors match boxes of an image at a time with the truth."""
+    for made in (torch.zeros(16, 50_000, dtype=torch.int64), torch.LongTensor(16, 50_000).zero_()):
+        for image in range(16):
+            made[image] = torch.arange(50_000) < image
+        positive = made.cuda() > 0
+        assert len(positive.nonzero()) == sum(range(16))
+        both = positive.unsqueeze(2).expand(16, 50_000, 2)
+        assert torch.ones(16, 50_000, 2, device="cuda")[both].view(-1, 2).shape == (sum(range(16)), 2)
+
+
+@in_trace(lambda found: "depends on values" not in notes_of(found))
 def test_a_mask_that_is_expanded_for_every_query_is_followed():
     """As Longformer and LED make their masks: a row for each query, of which they take the first."""
     kept = torch.zeros(4, 8192, dtype=torch.int64, device="cuda")

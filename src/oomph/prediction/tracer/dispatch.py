@@ -695,13 +695,7 @@ class DispatchMode(TorchDispatchMode):
                 return func(*args, **kwargs)
             results = fake if isinstance(fake, (list, tuple)) else (fake,)
             if any(_bytes_of(result) > REAL_BYTES for result in tensors_in(results, {})):
-                rule = partial(
-                    self.tracer.values.put_off,
-                    OpCall(func, args, kwargs),
-                    tensors,
-                    list(tensors_in(results, {})),
-                )
-                self.tracer.guard.call("values", func, rule, _nothing)
+                self._propagate_values(func, args, kwargs, tensors, fake)
                 return fake
             if call is not None:
                 self._small_host_calls.add(call)
