@@ -118,7 +118,7 @@ with _section():  # the function modes around a call
 # A pair (owner, name) is an attribute that a trace replaces for its duration.
 
 with _section():  # the type of `torch.ops.aten.mm.default`, the key of every rule
-    from torch._ops import OpOverload
+    from torch._ops import OpOverload, OpOverloadPacket
 
 with _section():  # tensors without data
     from torch._subclasses.fake_tensor import (
@@ -314,6 +314,14 @@ def is_dtensor(kind: type) -> bool:
 def is_composite(op: OpOverload) -> bool:
     """Whether the op only calls others; autograd sees those, not the op."""
     return op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
+def writes_arguments(op: OpOverload | OpOverloadPacket) -> bool:
+    """Whether the op, or one of its overloads but for those with out=, changes an argument in place."""
+    if isinstance(op, OpOverload):
+        return op._schema.is_mutable
+    overloads = (getattr(op, name) for name in op.overloads() if not name.endswith("out"))
+    return any(map(writes_arguments, overloads))
 
 
 def sequence_nr(node: Any) -> int:

@@ -29,10 +29,13 @@ from oomph.fixes.registry import Fix
 from oomph.ops.common import is_fake, no_compile, refuse_second_derivatives
 from oomph.torch_internals import (
     DisableTorchFunctionSubclass,
+    OpOverload,
+    OpOverloadPacket,
     current_function_modes,
     make_wrapper_subclass,
     tree_map,
     tree_map_only,
+    writes_arguments,
 )
 
 Args = Sequence[Any]
@@ -66,7 +69,13 @@ _ATTRIBUTE_WRITES = frozenset(("__set__", "requires_grad_", "retain_grad", "regi
 
 @lru_cache(4096)
 def function_name(func: Any) -> str:
-    """The function's name; operators have the name of their function: `+` is add, `*=` is mul_."""
+    """The function's name; operators have the name of their function: `+` is add, `*=` is mul_.
+
+    Ops of torch.ops have their namespace's, since a custom op may be called as a function of torch is, and
+    `_` at the end where they write.
+    """
+    if isinstance(func, OpOverload | OpOverloadPacket):
+        return f"{func}_" if writes_arguments(func) else str(func)
     name = getattr(func, "__name__", "")
     return _OPERATORS.get(name, name)
 
