@@ -1,5 +1,6 @@
 """Work that is the same for every row: done once, with the gradients of the whole batch."""
 
+import contextlib
 import copy
 
 import pytest
@@ -170,7 +171,8 @@ def test_the_model_returns_what_may_be_written():
 
 X = torch.randn(1, 6, 8, generator=torch.Generator().manual_seed(0)).expand(5, 6, 8)
 REAL = torch.randn(5, 6, 8, generator=torch.Generator().manual_seed(1))
-W = torch.randn(8, 8, generator=torch.Generator().manual_seed(2))
+W = torch.randn(8, 8, generator=torch.Generator().manual_seed(2)).requires_grad_()
+IMAGE, TOKENS = X[:4, :1], torch.tensor([[0, 0, 2]]).expand(4, 3)
 OPERATIONS = {
     "linear": lambda: F.linear(X, W),
     "sum of two": lambda: X + X * 2 - 1,
@@ -197,16 +199,82 @@ OPERATIONS = {
     "where": lambda: torch.where(X > 0, X, REAL),
     "embedding": lambda: F.embedding(torch.arange(3).expand(4, 3), W),
     "flip": lambda: X.flip(0).cumsum(0),
+    "all of it, unbiased": lambda: X.var(True) + torch.std(X, False) + X.sum([]) + X.mean(dim=None),
+    "norm of all": lambda: torch.norm(X) + torch.norm(X, 2, 1, True),
+    "unbatched images": lambda: F.conv2d(X[:4], torch.ones(4, 4, 3, 3)),
+    "unbatched volumes": lambda: F.conv3d(X[:4, None], torch.ones(4, 4, 1, 3, 3)),
+    "places": lambda: torch.where(X > 0)[0].float(),
+    "frequencies": lambda: F.embedding(TOKENS, W, scale_grad_by_freq=True),
+    "a weight of equal rows": lambda: torch.embedding(X[:, 0] * 2, TOKENS),
+    "named arguments": lambda: F.linear(weight=W, input=torch.reshape(input=X * 2, shape=(5, 6, 8))),
+    "other bits": lambda: (X * 2).view(torch.int32).view(dtype=torch.float64).view(torch.float32),
+    "a norm's weight": lambda: F.layer_norm(X, (8,), torch.ones(1).expand(8), W[0]),
+    "attention without a batch": lambda: F.scaled_dot_product_attention(
+        *[X[:, 0] * n for n in (1, 2, 3)], W[:1, :5]
+    ),
+    "out": lambda: torch.matmul(X, W.detach(), out=(out := torch.empty(5, 6, 8))) * 0 + out,
+    "a custom op": lambda: torch.ops.test_hoist.softmax(X * 2, 1),
+    "a kernel": lambda: WithKernel.apply(X * 2),
+    "sparse": lambda: torch.eye(8).to_sparse() @ W,
+    "vmap": lambda: torch.vmap(lambda row: torch.softmax(X[:, 0] * row, 1))(W),
+    "a source that is changed": lambda: changed_afterwards(lambda one: one.repeat(5, 1, 1)),
+    "an expanded source that is changed": lambda: changed_afterwards(
+        lambda one: one.expand(5, 6, 8).contiguous()
+    ),
+    "rows that the program made": lambda: X.reshape(30, 8).clone().add_(1) + X.reshape(30, 8).mul_(2),
 }
+
+
+@torch.library.custom_op("test_hoist::softmax", mutates_args=())
+def softmax(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return x.softmax(0)
+
+
+@torch.library.custom_op("test_hoist::fill_first", mutates_args=("y",))
+def fill_first(x: torch.Tensor, y: torch.Tensor) -> None:
+    y[0].fill_(3)
+
+
+class WithKernel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.as_strided(x.contiguous(), x.shape, (48, 8, 1)) * 2
+
+
+def changed_afterwards(take):
+    source = torch.ones(1, 6, 8)
+    taken = take(source)
+    source.zero_()
+    return taken
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_every_operation_gives_what_it_gives_without(name):
-    expected = OPERATIONS[name]()
-    with BatchInvariantMode():
-        result = OPERATIONS[name]()
-    assert result.shape == expected.shape
-    torch.testing.assert_close(result.contiguous(), expected.contiguous(), rtol=1e-5, atol=1e-6)
+    results = []
+    for mode in (contextlib.nullcontext(), BatchInvariantMode()):
+        with mode:
+            result = OPERATIONS[name]()
+        of_weights = torch.autograd.grad(result.square().sum(), W)[0] if result.requires_grad else None
+        results.append((result.detach().contiguous(), of_weights))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
+WRITES = {
+    "a row": lambda y: y[0].zero_(),
+    "rows": lambda y: [row.add_(number) for number, row in enumerate(y.unbind())],
+    "data": lambda y: y.data[:2].zero_(),
+    "a reshaped copy": lambda y: y.reshape(30, 8).mul_(2),
+    "out": lambda y: torch.add(REAL, 1, out=y),
+    "inplace": lambda y: F.elu(y, 1.0, True),
+    "a list": lambda y: torch._foreach_add_([y[0]], 1),
+    "a custom op": lambda y: torch.ops.test_hoist.fill_first(REAL, y),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_no_write_changes_other_rows(name):
+    with BatchInvariantMode(), pytest.raises(UserError, match="writes into a tensor that holds one row"):
+        WRITES[name](X * 2)
 
 
 def big(device):

@@ -10,15 +10,24 @@ statistics), the rest runs on the whole batch. The forward runs once; nothing is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from oomph.errors import UserError
-from oomph.fixes.lazy_tensor import Args, Kwargs, LazyMode, LazyModeFix, program_line, writes_by_name
+from oomph.fixes.lazy_tensor import (
+    Args,
+    Kwargs,
+    LazyMode,
+    LazyModeFix,
+    LazyTensor,
+    program_line,
+    writes_by_name,
+)
 from oomph.fixes.registry import FixContext, Target
 from oomph.torch_internals import disable_torch_function, tree_leaves, tree_map, tree_map_only
 
@@ -28,78 +37,155 @@ _ELEMENTWISE = frozenset(
     "logsigmoid hardswish hardsigmoid hardtanh celu selu erf abs square sqrt rsqrt pow reciprocal clamp "
     "clamp_min clamp_max where lerp addcmul addcdiv maximum minimum fmod remainder floor ceil round sign "
     "eq ne lt le gt ge logical_not logical_and logical_or bitwise_not bitwise_and bitwise_or masked_fill "
-    "isnan rsub to float double half bfloat16 type_as contiguous __rtruediv__ __rpow__".split()
+    "isnan rsub to float double half bfloat16 type_as __rtruediv__ __rpow__".split()
 )
-_ROWS_OF_FIRST = {  # function of the first argument's rows, with weights -> the dimensions that a batch has
-    "linear": 2,
-    "embedding": 1,
-    "group_norm": 2,
-    **dict.fromkeys((f"conv{transpose}{n}d" for transpose in ("", "_transpose") for n in (1, 2, 3)), 3),
-}
-_REDUCTIONS = frozenset(  # along other dimensions than the first
-    "softmax log_softmax sum mean amax amin cumsum logsumexp norm argmax argmin var std".split()
-)
-_JOINS = frozenset("cat concat concatenate stack".split())
 _RESHAPES = frozenset("reshape flatten unflatten view".split())
-_SDPA = "scaled_dot_product_attention"
+
+
+def _reduces(input: Tensor, dim: Any, *_: Any, **__: Any) -> bool:
+    return _excludes_first(dim, input.dim())
+
+
+def _embeds(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> bool:
+    """Not torch.embedding, which takes the weight first."""
+    return not (input.is_floating_point() or max_norm is not None or scale_grad_by_freq)
+
+
+def _convolves(spatial: int, input: Tensor, *_: Any, **__: Any) -> bool:
+    return input.dim() == spatial + 2
+
+
+def _has_row_of_norms(input: Tensor, normalized_shape: Sequence[int], *_: Any, **__: Any) -> bool:
+    return len(normalized_shape) < input.dim()
+
+
+def _multiplies(input: Tensor, other: Tensor, /) -> bool:
+    if not is_batch_invariant(input) or input.dim() < 2:
+        return False
+    if other.dim() <= 2:
+        return not is_batch_invariant(other)
+    return other.dim() == input.dim() and (is_batch_invariant(other) or other.shape[0] == 1)
+
+
+def _joins(tensors: Sequence[Tensor], dim: int = 0, *, new: int = 0) -> bool:
+    same = all(map(is_batch_invariant, tensors)) and len({one.shape[0] for one in tensors}) == 1
+    return same and _excludes_first(dim, tensors[0].dim() + new)
+
+
+def _attends(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    *_: Any,
+    **__: Any,
+) -> bool:
+    dims = query.dim()
+    shared = attn_mask is None or attn_mask.dim() < dims or attn_mask.shape[0] == 1
+    batches = all(is_batch_invariant(one) and one.dim() == dims for one in (query, key, value))
+    return batches and dims > 2 and dropout_p == 0 and (shared or is_batch_invariant(attn_mask))
+
+
+# Whether each row of the result depends on the same row of `input` alone, which no other argument has a row
+# for. Called as the function is: a call with another signature is not understood, and gets the whole batch.
+_OF_ONE: dict[str, Callable[..., bool]] = {
+    "linear": lambda input, weight, bias=None: input.dim() > 1,
+    "embedding": _embeds,
+    "group_norm": lambda input, *_, **__: input.dim() > 1,
+    "layer_norm": _has_row_of_norms,
+    "rms_norm": _has_row_of_norms,
+    "dropout": lambda input, p=0.5, training=True, *_, **__: p == 0 or not training,
+    "norm": lambda input, p=2, dim=None, *_, **__: _excludes_first(dim, input.dim()),
+    **dict.fromkeys(
+        "softmax log_softmax sum mean amax amin cumsum logsumexp argmax argmin var std".split(), _reduces
+    ),
+    **{f"conv{kind}{n}d": partial(_convolves, n) for kind in ("", "_transpose") for n in (1, 2, 3)},
+}
+_OF_SEVERAL: dict[str, Callable[..., bool]] = {
+    "matmul": _multiplies,
+    "bmm": _multiplies,
+    **dict.fromkeys("cat concat concatenate".split(), _joins),
+    "stack": partial(_joins, new=1),
+    "scaled_dot_product_attention": _attends,
+}
 
 
 class BatchInvariantMode(LazyMode):
     sees_writes = True
-    functions = frozenset(
-        {*_ELEMENTWISE, *_ROWS_OF_FIRST, *_REDUCTIONS, *_JOINS, *_RESHAPES, _SDPA}
-        | set("matmul bmm layer_norm rms_norm dropout repeat".split())
-    )
+    functions = frozenset({*_ELEMENTWISE, *_OF_ONE, *_OF_SEVERAL, *_RESHAPES, "repeat", "contiguous"})
 
     def __init__(self) -> None:
         super().__init__()
-        self._copies = WeakIdKeyDictionary()  # made where the program asked for a view: must not be written
+        # Of one row where the program has all rows, and of a copy where it has a view.
+        self._storages: set[StorageWeakRef] = set()
 
     def handle(self, name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        if self._writes_one_row(name, args, kwargs):
+        if any(map(self._is_ours, _written(name, args, kwargs))):
             raise UserError(
                 f"fix 'hoist_batch_invariant': {program_line()}: {name} writes into a tensor that holds one "
                 "row for the whole batch; write it out of place, or name other modules=[...]"
             )
-        if name == "repeat" and (expanded := _as_expand(*args, **kwargs)) is not None:
-            return expanded
-        if not any(is_batch_invariant(leaf) for leaf in _tensors(args, kwargs)):
+        if name == "repeat" and (row := _row_to_repeat(*args, **kwargs)) is not None:
+            return self._expanded(row.clone(), args[1] if isinstance(args[1], int) else args[1][0])
+        tensors = _tensors((args, kwargs))
+        invariant = [one for one in tensors if is_batch_invariant(one)]
+        if not invariant:
             return func(*args, **kwargs)
-        rows = _rows_of_result(name, args, dict(kwargs))
-        if rows is not None:
-            given, options = tree_map(
-                lambda leaf: leaf[:1] if is_batch_invariant(leaf) else leaf, (tuple(args), dict(kwargs))
-            )
-            result = func(*given, **options)
-            return tree_map_only(Tensor, lambda leaf: leaf.expand(rows, *leaf.shape[1:]), result)
-        return self._reshaped(func, name, args, kwargs) if name in _RESHAPES else func(*args, **kwargs)
+        first, rows = invariant[0], invariant[0].shape[0]
+        if name in _RESHAPES:
+            return self._reshaped(func, *args, **kwargs)
+        # The forward of an autograd.Function, which has no gradients, may give the memory to a kernel.
+        if name == "contiguous" and torch.is_grad_enabled():
+            layout = kwargs.get("memory_format", torch.contiguous_format)
+            return self._expanded(first[:1].clone(memory_format=layout), rows)
+        if not _rows_are_independent(name, args, kwargs, tensors, invariant):
+            return func(*args, **kwargs)
+        given, options = tree_map(
+            lambda leaf: leaf[:1] if is_batch_invariant(leaf) else leaf, (tuple(args), dict(kwargs))
+        )
+        return tree_map_only(
+            Tensor, lambda leaf: self._expanded(leaf, rows, tensors), func(*given, **options)
+        )
 
     def returned(self, leaf: Any) -> Any:
         """The caller may write into what a module returns."""
-        return leaf.contiguous() if is_batch_invariant(leaf) else leaf
+        return leaf.contiguous() if self._is_ours(leaf) else leaf
 
-    def _reshaped(self, func: Any, name: str, args: Args, kwargs: Kwargs) -> Any:
-        """On the row where the first dimension stays; else all rows are needed, in memory of their own."""
-        tensor = args[0]
-        try:
-            shape = func(torch.empty(tensor.shape, device="meta"), *args[1:], **kwargs).shape
-        except RuntimeError:  # the program's own error
-            return func(*args, **kwargs)
-        if len(shape) > 1 and shape[0] == tensor.shape[0]:
-            return tensor[:1].reshape(1, *shape[1:]).expand(shape)
-        result = tensor.reshape(shape)
-        if name == "view":
-            self._copies[result] = True
+    def _expanded(self, row: Tensor, rows: int, arguments: Sequence[Tensor] = ()) -> Tensor:
+        """One row for all. Of one that shares the memory of an argument, the program knows."""
+        result = row.expand(rows, *row.shape[1:])
+        return result if _storage(row) in set(map(_storage, arguments)) else self._noted(result)
+
+    def _noted(self, result: Tensor) -> Tensor:
+        storage = _storage(result)
+        if storage is not None:
+            self._storages.add(storage)
         return result
 
-    def _writes_one_row(self, name: str, args: Args, kwargs: Kwargs) -> bool:
-        writes = writes_by_name(name) and name != "requires_grad_"
-        written = [kwargs.get("out"), args[0] if args and (writes or kwargs.get("inplace") is True) else None]
-        return any(
-            isinstance(one, Tensor)
-            and (is_batch_invariant(one) or one in self._copies or one._base in self._copies)
-            for one in written
-        )
+    def _reshaped(self, func: Any, input: Tensor, *sizes: Any, **options: Any) -> Tensor:
+        """On the row where the first dimension stays; else all rows are needed, in memory of their own."""
+        if any(isinstance(one, torch.dtype) for one in (*sizes, *options.values())):
+            return func(input, *sizes, **options)
+        try:
+            shape = func(torch.empty(input.shape, device="meta"), *sizes, **options).shape
+        except RuntimeError:  # the program's own error
+            return func(input, *sizes, **options)
+        if len(shape) > 1 and shape[0] == input.shape[0]:
+            return self._expanded(input[:1].reshape(1, *shape[1:]), shape[0], [input])
+        result = input.reshape(shape)
+        return self._noted(result) if self._is_ours(input) else result
+
+    def _is_ours(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and _storage(value) in self._storages
 
 
 class HoistBatchInvariant(LazyModeFix):
@@ -119,82 +205,68 @@ def is_batch_invariant(value: Any) -> bool:
     if not isinstance(value, Tensor):
         return False
     with disable_torch_function():  # lazy logits must not be computed to answer
-        return 0 in value.stride() and value.shape[0] > 1 and value.stride(0) == 0
+        strided = value.layout is torch.strided and not value.is_nested
+        return strided and value.dim() > 0 and value.shape[0] > 1 and value.stride(0) == 0
 
 
-def _tensors(args: Args, kwargs: Kwargs) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+def _storage(tensor: Tensor) -> StorageWeakRef | None:
+    if isinstance(tensor, LazyTensor):
+        return None
+    try:
+        return StorageWeakRef(tensor.untyped_storage())
+    except (NotImplementedError, RuntimeError):  # a subclass or a layout without one
+        return None
 
 
-def _as_expand(tensor: Tensor, *sizes: Any, **kwargs: Any) -> Tensor | None:
-    """x.repeat(B, 1, 1) of one row as an expand of the same numbers."""
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _written(name: str, args: Args, kwargs: Kwargs) -> list[Tensor]:
+    """The arguments that a call writes into. Of a custom op, which of them is not known."""
+    writes = writes_by_name(name) and name != "requires_grad_"
+    if not writes and kwargs.get("inplace") is not True:
+        return _tensors(kwargs.get("out"))
+    return _tensors((args if "." in name else args[:1], kwargs.get("out")))
+
+
+def _row_to_repeat(tensor: Tensor, *sizes: Any, **kwargs: Any) -> Tensor | None:
+    """The one row that x.repeat(B, 1, 1) repeats."""
     wanted = tuple(sizes[0]) if sizes and isinstance(sizes[0], Sequence) else sizes
     if kwargs or not wanted or not isinstance(wanted[0], int) or wanted[0] < 2 or set(wanted[1:]) - {1}:
         return None
     shape = (1,) * (len(wanted) - tensor.dim()) + tuple(tensor.shape)
     if len(shape) != len(wanted) or shape[0] != 1 or len(shape) < 2:
         return None
-    return tensor.expand(wanted[0], *shape[1:])
+    return tensor.reshape(shape)
 
 
-def _rows_of_result(name: str, args: Args, kwargs: dict[str, Any]) -> int | None:
-    """The rows of the result, where each depends on the same row of the arguments only; else None."""
+def _rows_are_independent(
+    name: str, args: Args, kwargs: Kwargs, tensors: Sequence[Tensor], invariant: Sequence[Tensor]
+) -> bool:
+    """Whether each row of the result depends on the same row of the arguments only."""
+    if kwargs.get("out") is not None or (name == "where" and len(args) + len(kwargs) < 3):
+        return False
     if name in _ELEMENTWISE:
-        return _elementwise_rows(_tensors(args, kwargs))
-    if not args:
-        return None
-    first = args[0]
-    if name in _JOINS:
-        dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-        same = all(is_batch_invariant(one) for one in first) and len({one.shape[0] for one in first}) == 1
-        return (
-            first[0].shape[0] if same and _excludes_first(dim, first[0].dim() + (name == "stack")) else None
-        )
-    if not is_batch_invariant(first):
-        return None
-    independent = False
-    if name in _ROWS_OF_FIRST:
-        weights = [one for one in (*args[1:], *kwargs.values()) if isinstance(one, Tensor)]
-        if name == "embedding":  # the indices come first; max_norm changes the weight
-            independent = len(args) <= 3 and kwargs.get("max_norm") is None
-        else:
-            independent = first.dim() >= _ROWS_OF_FIRST[name] and not any(map(is_batch_invariant, weights))
-    elif name in ("matmul", "bmm"):
-        second = args[1] if len(args) > 1 else next(iter(kwargs.values()), None)
-        if isinstance(second, Tensor) and first.dim() >= 2:
-            shared = not is_batch_invariant(second) if second.dim() <= 2 else second.dim() == first.dim()
-            independent = shared and (second.dim() <= 2 or is_batch_invariant(second) or second.shape[0] == 1)
-    elif name in _REDUCTIONS:
-        at = 2 if name == "norm" else 1
-        independent = _excludes_first(args[at] if len(args) > at else kwargs.get("dim"), first.dim())
-    elif name in ("layer_norm", "rms_norm"):
-        independent = len(args[1] if len(args) > 1 else kwargs["normalized_shape"]) < first.dim()
-    elif name == "dropout":
-        p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-        independent = p == 0 or not (args[2] if len(args) > 2 else kwargs.get("training", True))
-    elif name == _SDPA:
-        mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
-        p = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
-        shared = mask is None or mask.dim() < first.dim() or mask.shape[0] == 1 or is_batch_invariant(mask)
-        given = [one for one in (*args[:3], *kwargs.values()) if isinstance(one, Tensor) and one is not mask]
-        independent = shared and p == 0 and all(map(is_batch_invariant, given))
-    return first.shape[0] if independent else None
+        return _have_row_for_batch(tensors)
+    alone = len(invariant) == 1 and invariant[0] is (args[0] if args else kwargs.get("input"))
+    rule = _OF_SEVERAL.get(name) or (_OF_ONE.get(name) if alone else None)
+    try:
+        return rule is not None and rule(*args, **kwargs)
+    except TypeError:  # another signature
+        return False
 
 
-def _elementwise_rows(tensors: list[Tensor]) -> int | None:
+def _have_row_for_batch(tensors: Sequence[Tensor]) -> bool:
     """All operands have one row for the batch, or none along the result's first dimension."""
     dims = max(one.dim() for one in tensors)
-    invariant = [is_batch_invariant(one) for one in tensors]
-    rows = {
-        one.shape[0] for one, is_row in zip(tensors, invariant, strict=True) if is_row and one.dim() == dims
-    }
-    others_fit = all(
-        one.dim() == dims if is_row else one.dim() < dims or one.shape[0] == 1
-        for one, is_row in zip(tensors, invariant, strict=True)
+    rows = {one.shape[0] for one in tensors if is_batch_invariant(one)}
+    return len(rows) == 1 and all(
+        one.dim() == dims if is_batch_invariant(one) else one.dim() < dims or one.shape[0] == 1
+        for one in tensors
     )
-    return rows.pop() if len(rows) == 1 and others_fit else None
 
 
 def _excludes_first(dim: Any, dims: int) -> bool:
     given = dim if isinstance(dim, Sequence) and not isinstance(dim, str) else (dim,)
-    return bool(given) and all(isinstance(one, int) and one % dims != 0 for one in given)
+    return bool(given) and all(type(one) is int and one % dims != 0 for one in given)
