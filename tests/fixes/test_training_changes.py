@@ -75,6 +75,23 @@ def test_the_vocabulary_is_cut_in_model_and_batch_and_undone():
     assert state_of(model) == state
 
 
+def test_positions_and_lengths_are_left_as_they_are():
+    large, lengths = torch.arange(1000).view(2, 500), torch.tensor([500, 400])
+
+    def changed(batch, fix="smaller_vocabulary:size=100,unknown=7"):
+        work = fixes.apply(fix, replace(workload(), batch=lambda device: batch))
+        return work.make_batch(torch.device("cpu"))
+
+    cut = large.masked_fill(large >= 100, 7)
+    named = {"input_ids": large, "labels": large, "position_ids": large, "lengths": lengths, "ratio": 0.5}
+    expected = {**named, "input_ids": cut, "labels": cut}
+    torch.testing.assert_close(changed(named), expected, rtol=0, atol=0)
+    torch.testing.assert_close(changed((large, cut, lengths)), (cut, cut, lengths), rtol=0, atol=0)
+    assert torch.equal(changed(large), cut)
+    own = changed({"source": large, "ids": large}, "smaller_vocabulary:size=100,unknown=7,tokens=source")
+    torch.testing.assert_close(own, {"source": cut, "ids": large}, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("kind", ["GPT-2", "Llama", "BERT", "T5"])
 def test_hugging_face_models_lose_words_and_stay_tied(kind):
     model = ARCHITECTURES[kind]().model()

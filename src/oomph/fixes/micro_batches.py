@@ -118,7 +118,7 @@ def label_share(
     path, whole = leaves[position]
     own = tree_leaves(part)[position]
     # Of the usual names, only "labels" is what Hugging Face models shift.
-    if shifted and whole.dim() > 1 and (labels is not None or _name(path) == "labels"):
+    if shifted and whole.dim() > 1 and (labels is not None or leaf_name(path) == "labels"):
         own, whole = own[:, 1:], whole[:, 1:]
     # Stays on the device: reading it would synchronize. In float64, for float64 losses.
     counted = (whole != ignore_index).sum().double().clamp(min=1)
@@ -130,7 +130,7 @@ def _label_position(leaves: Sequence[tuple[Any, Any]], labels: str | int | None,
     # Labels on the host of a batch on a GPU are left: the share is computed where the loss is.
     on_host = all(leaf.device.type == "cpu" for _, leaf in leaves if isinstance(leaf, torch.Tensor))
     candidates = {
-        position: _name(path)
+        position: leaf_name(path)
         for position, (path, leaf) in enumerate(leaves)
         if _is_whole_numbers(leaf, rows) and (on_host or leaf.device.type != "cpu")
     }
@@ -149,7 +149,7 @@ def _condition(batch: Any) -> str:
         return ""
     rows = rows_of(batch)
     names = [
-        _name(path)
+        leaf_name(path)
         for path, leaf in tree_flatten_with_path(batch)[0]
         if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
     ]
@@ -176,7 +176,7 @@ def _is_whole_numbers(leaf: Any, rows: int) -> bool:
     )
 
 
-def _name(path: Sequence[Any]) -> str | None:
+def leaf_name(path: Sequence[Any]) -> str | None:
     """A tensor's key or attribute in its batch; None in a tuple or list."""
     return getattr(path[-1], "key", None) or getattr(path[-1], "name", None) if path else None
 

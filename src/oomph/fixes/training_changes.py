@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -12,22 +12,28 @@ from torch import nn
 
 from oomph.errors import UserError
 from oomph.fixes.journal import Journal
-from oomph.fixes.modules import copy_configs, is_plain_linear
+from oomph.fixes.micro_batches import LABEL_NAMES, leaf_name
+from oomph.fixes.modules import copy_configs, is_plain_linear, names_option
 from oomph.fixes.registry import Fix, FixContext, Target, check_whole_number, example_batch
-from oomph.torch_internals import tree_leaves, tree_map_only
+from oomph.torch_internals import tree_flatten_with_path, tree_leaves, tree_unflatten
 from oomph.workload import Workload, rows_of
 
 
 @dataclass(frozen=True)
 class ChangedBatch:
-    """Makes a batch, then changes every tensor in it by `change(tensor, batch)`."""
+    """Makes a batch, then changes every tensor in it by `change(tensor, batch, name)`."""
 
     make: Callable[..., Any]
-    change: Callable[[torch.Tensor, Any], torch.Tensor]
+    change: Callable[[torch.Tensor, Any, str | None], torch.Tensor]
 
     def __call__(self, device: torch.device, **sizes: int) -> Any:
         batch = self.make(device, **sizes)
-        return tree_map_only(torch.Tensor, lambda leaf: self.change(leaf, batch), batch)
+        leaves, structure = tree_flatten_with_path(batch)
+        changed = [
+            self.change(leaf, batch, leaf_name(path)) if isinstance(leaf, torch.Tensor) else leaf
+            for path, leaf in leaves
+        ]
+        return tree_unflatten(changed, structure)
 
 
 # -------------------------------------------------------------------------- smaller batch, shorter sequence
@@ -48,7 +54,7 @@ class _SmallerSize(Fix):
         raise NotImplementedError
 
     @staticmethod
-    def cut(tensor: torch.Tensor, batch: Any, *, now: int, value: int) -> torch.Tensor:
+    def cut(tensor: torch.Tensor, batch: Any, name: str | None, *, now: int, value: int) -> torch.Tensor:
         raise NotImplementedError
 
     def targets(self, context: FixContext) -> Iterable[Target]:
@@ -97,7 +103,7 @@ class SmallerBatch(_SmallerSize):
             return None
 
     @staticmethod
-    def cut(tensor: torch.Tensor, batch: Any, *, now: int, value: int) -> torch.Tensor:
+    def cut(tensor: torch.Tensor, batch: Any, name: str | None, *, now: int, value: int) -> torch.Tensor:
         if tensor.dim() == 0 or tensor.shape[0] != rows_of(batch):
             return tensor
         return tensor[:value].clone()  # a copy, so that the rest is freed
@@ -117,7 +123,7 @@ class ShorterSequence(_SmallerSize):
         return next((leaf.shape[1] for leaf in tree_leaves(batch) if _is_tokens(leaf)), None)
 
     @staticmethod
-    def cut(tensor: torch.Tensor, batch: Any, *, now: int, value: int) -> torch.Tensor:
+    def cut(tensor: torch.Tensor, batch: Any, name: str | None, *, now: int, value: int) -> torch.Tensor:
         if not _is_tokens(tensor) or tensor.shape[1] != now:
             return tensor
         return tensor[:, :value].clone()  # a copy, so that the rest is freed
@@ -133,6 +139,12 @@ def _is_tokens(leaf: Any) -> bool:
 
 
 # ----------------------------------------------------------------------------------- smaller vocabulary
+
+
+_TOKEN_NAMES = (
+    *LABEL_NAMES,
+    *"input_ids decoder_input_ids encoder_input_ids token_ids ids tokens inputs input idx text x y".split(),
+)
 
 
 class SmallerVocabulary(Fix):
@@ -151,13 +163,24 @@ class SmallerVocabulary(Fix):
         note = f"{half} tokens instead of {size}; the tokenizer must list frequent ones first"
         yield Target(where, {"size": half}, note)
 
-    def change_workload(self, workload: Workload, *_: Any, size: int, unknown: int = 0) -> Workload:
-        """`size`: how many tokens are left; `unknown`: the token that replaces the others."""
+    def change_workload(
+        self,
+        workload: Workload,
+        *_: Any,
+        size: int,
+        unknown: int = 0,
+        tokens: Sequence[str] | None = None,
+    ) -> Workload:
+        """`size`: how many tokens are left; `unknown`: the token that replaces the others; `tokens`: the
+        names that token ids and labels have in the batch, by default the usual ones."""
         self._check(size, unknown)
-        change = partial(_replace_unknown, size=size, unknown=unknown)
+        names = _TOKEN_NAMES if tokens is None else names_option(self.name, "tokens", tokens)
+        change = partial(_replace_unknown, size=size, unknown=unknown, tokens=names)
         return replace(workload, batch=ChangedBatch(workload.batch, change))
 
-    def change_model(self, model: nn.Module, journal: Journal, *, size: int, unknown: int = 0) -> None:
+    def change_model(
+        self, model: nn.Module, journal: Journal, *, size: int, unknown: int = 0, **_: Any
+    ) -> None:
         self._check(size, unknown)
         now = vocabulary_size(model)
         if now is None:
@@ -228,7 +251,11 @@ def _size_attributes(model: nn.Module, size: int) -> Iterator[tuple[str, Any, st
                 yield "config", owner, "vocab_size"
 
 
-def _replace_unknown(tensor: torch.Tensor, batch: Any, *, size: int, unknown: int) -> torch.Tensor:
-    if tensor.dtype not in (torch.int64, torch.int32) or tensor.dim() == 0:
+def _replace_unknown(
+    tensor: torch.Tensor, batch: Any, name: str | None, *, size: int, unknown: int, tokens: Sequence[str]
+) -> torch.Tensor:
+    """In token ids and labels: by their names, or without names all but vectors, which may be lengths."""
+    chosen = name in tokens if name is not None else tensor.dim() > 1 or tensor is batch
+    if not chosen or tensor.dtype not in (torch.int64, torch.int32):
         return tensor
     return tensor.masked_fill(tensor >= size, unknown)  # an ignore_index is negative and stays

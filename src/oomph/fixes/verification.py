@@ -126,7 +126,7 @@ def _check_size(workload: Workload) -> None:
         )
 
 
-def _in_float64(leaf: Tensor, batch: Any) -> Tensor:
+def _in_float64(leaf: Tensor, batch: Any, name: str | None) -> Tensor:
     return leaf.double() if leaf.is_floating_point() else leaf
 
 
