@@ -302,3 +302,25 @@ def test_custom_forward_and_backward_follow_the_state_of_the_forward(log):
     y.backward(torch.ones_like(y))
     assert y.dtype == bf16
     assert seen == [bf16]
+
+
+def test_ops_of_torchvision_that_are_loaded_later_compute_in_float32(gpu_claimed, monkeypatch):
+    """Up to 0.27, their kernels for autocast are in a library that is loaded on import."""
+    library = torch.library.Library("torchvision", "FRAGMENT")
+
+    def load(ops, path):
+        library.define("ps_roi_pool(Tensor input, Tensor rois) -> (Tensor, Tensor)")
+        library.impl("ps_roi_pool", lambda x, rois: x, "AutocastCUDA")
+        kernel = "CompositeExplicitAutograd"
+        library.impl("ps_roi_pool", lambda x, rois: (x + rois, rois.long()), kernel)
+
+    monkeypatch.setattr(type(torch.ops), "load_library", load)
+    try:
+        with cuda_autocast(is_on_gpu), FakeTensorMode(), OpLog() as log, on(fp16):
+            torch.ops.load_library("_C.so")
+            x, rois = torch.ones(2, dtype=fp16), torch.ones(2)
+            values, positions = torch.ops.torchvision.ps_roi_pool(x, rois)
+    finally:
+        library._destroy()
+    assert (values.dtype, positions.dtype) == (fp16, torch.int64)
+    assert log.casts == [((2,), fp32), ((2,), fp16)]

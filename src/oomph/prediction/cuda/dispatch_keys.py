@@ -57,6 +57,7 @@ from oomph.torch_internals import (
     dispatch_has_kernel_for_dispatch_key,
     dispatch_tls_set_dispatch_key_included,
     suggest_memory_format,
+    tree_map_only,
 )
 
 _KEY_SET = DispatchKeySet(AUTOCAST_CUDA)
@@ -111,6 +112,10 @@ FLOAT32_RESULT_BY_OVERLOAD = {
 # Arguments are cast to the widest dtype among them.
 PROMOTE = _names("addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add")
 
+# Those of torchvision compute in float32 and return the dtype of their first argument. Up to 0.27 its kernels
+# for autocast are in C++, and cast nothing whose device is not really CUDA.
+TORCHVISION = _names("nms roi_align roi_pool ps_roi_align ps_roi_pool deform_conv2d")
+
 # Refused: it would overflow or lose its gradient in half precision.
 BANNED = frozenset({"binary_cross_entropy"})
 
@@ -159,12 +164,34 @@ def cuda_autocast(is_on_gpu: OnGpu) -> Iterator[None]:
             warnings.simplefilter("ignore")
             for op, overload in AUTOCAST_OPS.items():
                 library.impl(op, casts.kernel(op, overload), _KEY_NAME, allow_override=True)
+        load_library = torch.ops.load_library
+
+        def load_and_replace(path: str) -> None:
+            load_library(path)
+            _replace_torchvision(casts, undo)
+
+        _replace_torchvision(casts, undo)
+        undo.callback(delattr, torch.ops, "load_library")
+        torch.ops.load_library = load_and_replace  # type: ignore[method-assign]
         for name, replacement in _torch_functions(casts.forget_copies).items():
             undo.callback(setattr, torch, name, getattr(torch, name))
             setattr(torch, name, replacement)
         undo.callback(dispatch_tls_set_dispatch_key_included, AUTOCAST_CUDA, False)
         dispatch_tls_set_dispatch_key_included(AUTOCAST_CUDA, True)
         yield
+
+
+def _replace_torchvision(casts: _Casts, undo: ExitStack) -> None:
+    """Replace torchvision's kernels for autocast, if it is imported by now."""
+    new_library: Any = torch.library.Library
+    library = new_library("torchvision", "IMPL")
+    undo.callback(library._destroy)
+    known = set(dispatch_get_all_op_names())
+    for op in TORCHVISION:
+        name = f"torchvision::{op}"
+        if name in known and dispatch_has_kernel_for_dispatch_key(name, _KEY_NAME):
+            overload: OpOverload = getattr(torch.ops.torchvision, op).default
+            library.impl(op, casts.in_float32(overload), _KEY_NAME, allow_override=True)
 
 
 class _Casts:
@@ -206,6 +233,16 @@ class _Casts:
                 # most CUDA wheels, goes from the right: `linear` casts bias, weight, then input.
                 cast = [self._cast_argument(arg, dtype) for arg in reversed(args)]
                 return _call(overload, *reversed(cast), **kwargs)
+
+        return kernel
+
+    def in_float32(self, overload: OpOverload) -> Kernel:
+        computed = self._casting(overload, lambda args: torch.float32)
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            dtype, results = args[0].dtype, computed(*args, **kwargs)
+            with ExcludeDispatchKeyGuard(_KEY_SET):
+                return tree_map_only(torch.Tensor, lambda result: self._cast(result, dtype), results)
 
         return kernel
 
