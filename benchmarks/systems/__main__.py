@@ -84,9 +84,9 @@ def measure(words: Sequence[str], out: Path, new: bool = False) -> int:
     known = {row["name"] for row in read_json(out)} if new else set()
 
     def run_step(name: str, entry: Entry) -> str:
-        found = oomph.measure(entry.fixed, steps=3)
-        mib, ms = found.peak.allocated / 2**20, found.seconds_per_step * 1e3
-        store_json(out, _known(Row(name, found.gpu_title, found.torch, mib, ms)), "name")
+        measurement = oomph.measure(entry.fixed, steps=3)
+        mib, ms = measurement.peak.allocated / 2**20, measurement.seconds_per_step * 1e3
+        store_json(out, _known(Row(name, measurement.gpu_title, measurement.torch, mib, ms)), "name")
         return f"{mib:.0f} MiB, {ms:.1f} ms a step"
 
     return run_each(entries(), words, run_step, known)
@@ -97,15 +97,15 @@ def measure_parts(words: Sequence[str], out: Path) -> int:
     timed = steps()
 
     def run_part(name: str, part: Callable[[], Mapping[str, float]]) -> str:
-        found = dict(part())
+        fields = dict(part())
         if name in timed:
             gc.collect()
             torch.cuda.empty_cache()
-            found["ms"] = milliseconds(timed[name]())
+            fields["ms"] = milliseconds(timed[name]())
         rows = json.loads(out.read_text()) if out.exists() else {}
-        rows[name] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, **found}
+        rows[name] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, **fields}
         out.write_text(json.dumps(rows, indent=1) + "\n")
-        return str(found)
+        return str(fields)
 
     return run_each({**parts(), **values()}, words, run_part)
 
@@ -145,12 +145,12 @@ def predict(words: Sequence[str], gpu: str, out: Path, new: bool = False) -> int
 
 
 def _predicted_step(entry: Entry, gpu: str) -> dict[str, float]:
-    found = oomph.predict(entry.fixed, gpu=gpu)
-    return {"peak": found.peak.allocated, "ms": 1e3 * (found.step_seconds or 0)}
+    prediction = oomph.predict(entry.fixed, gpu=gpu)
+    return {"peak": prediction.peak.allocated, "ms": 1e3 * (prediction.step_seconds or 0)}
 
 
 def _predicted_part(name: str, part: Callable[[], Mapping[str, float]], gpu: str) -> dict[str, float]:
-    found = dict(call_on_fake_gpu(part))
+    fields = dict(call_on_fake_gpu(part))
     if name in steps():
 
         def setup() -> Callable[[], None]:
@@ -162,8 +162,8 @@ def _predicted_part(name: str, part: Callable[[], Mapping[str, float]], gpu: str
 
             return run_once
 
-        found["ms"] = 1e3 * (oomph.predict(setup, gpu=gpu).step_seconds or 0)
-    return found
+        fields["ms"] = 1e3 * (oomph.predict(setup, gpu=gpu).step_seconds or 0)
+    return fields
 
 
 def judge(measured: Sequence[Path], parts_measured: Path, predictions: Path, out: Path) -> int:
@@ -264,10 +264,10 @@ def _known(row: Row) -> dict[str, Any]:
 
 
 def chosen(all_of_them: dict[str, Any] | Any, words: Sequence[str]) -> list[tuple[str, Any]]:
-    found = [(name, each) for name, each in all_of_them.items() if not words or any(w in name for w in words)]
-    if not found:
+    rows = [(name, each) for name, each in all_of_them.items() if not words or any(w in name for w in words)]
+    if not rows:
         sys.exit(f"error: nothing has {' or '.join(words)} in its name; there is: {'; '.join(all_of_them)}")
-    return found
+    return rows
 
 
 def main() -> int:

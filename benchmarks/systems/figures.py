@@ -31,11 +31,11 @@ def part_rows(measured: Mapping[str, Any], predicted: Mapping[str, Any]) -> list
 
 
 def collect() -> Rows:
-    found: Rows = {}
+    rows: Rows = {}
 
     def add(name: str, kind: str, field: str, value: str | float | None, unit: float = 1) -> None:
         if value not in (None, ""):
-            of_row = found.setdefault(name, {"predicted": {}, "measured": {}})
+            of_row = rows.setdefault(name, {"predicted": {}, "measured": {}})
             of_row[kind][field] = float(value) * unit  # type: ignore[arg-type]
 
     for name, fields in json.loads((RESULTS / PREDICTED.name).read_text()).items():
@@ -76,14 +76,14 @@ def collect() -> Rows:
         if row["dtype"] == "float32":
             shape = "x".join(row[key] for key in "mnk")
             add(f"matmul {shape} {row['method']}", "measured", "ms", row["median_ms"])
-    return found
+    return rows
 
 
 def seeds(runs: list[dict[str, str]], field: str) -> dict[str, list[float]]:
     """Name of a run without its seed -> the values of its seeds, where there are SEEDS of them."""
-    found: dict[str, list[float]] = {}
+    by_run: dict[str, list[float]] = {}
     for row in runs:
         name, comma, _ = row["name"].rpartition(", seed ")
         if comma and row[field]:
-            found.setdefault(name, []).append(float(row[field]))
-    return {name: values for name, values in found.items() if len(values) == SEEDS}
+            by_run.setdefault(name, []).append(float(row[field]))
+    return {name: values for name, values in by_run.items() if len(values) == SEEDS}

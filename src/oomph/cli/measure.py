@@ -69,17 +69,17 @@ def run_measure(given: MeasureOptions) -> ExitStatus:
     if fixes:
         cases["with the plan" if options.plan else "with the fixes"] = asked
     predictions = [predict_target(case) for case in cases.values()]  # refuses fixes that do not apply
-    found = [
+    comparisons = [
         _comparison(case, title, prediction)
         for (title, case), prediction in zip(cases.items(), predictions, strict=True)
     ]
     if options.json:
-        write_json(measurement_to_json(found))
+        write_json(measurement_to_json(comparisons))
     else:
-        write_stdout(measurement_text(found, report_console()))
+        write_stdout(measurement_text(comparisons, report_console()))
     if options.html is not None:
-        runs = [(one.title, one.predicted) for one in found]
-        write_page(options.html, asked.typed, runs, measured=found)
+        runs = [(one.title, one.predicted) for one in comparisons]
+        write_page(options.html, asked.typed, runs, measured=comparisons)
     return ExitStatus.FITS
 
 
@@ -94,15 +94,15 @@ def _this_gpu() -> str:
         "import json, torch; p = torch.cuda.is_available() and torch.cuda.get_device_properties(0); "
         "print(json.dumps(p and [p.name, p.total_memory, p.major, p.minor]))"
     )
-    found: Any = None
+    properties: Any = None
     if torch.cuda.device_count():  # which leaves CUDA alone
         asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         if asked.returncode:
             raise UserError(f"the GPU cannot be used:\n{asked.stderr.strip()}")
-        found = json.loads(asked.stdout.splitlines()[-1])
-    if not found:
+        properties = json.loads(asked.stdout.splitlines()[-1])
+    if not properties:
         cuda_device("cuda")  # says what is missing
-    name, memory, *capability = found
+    name, memory, *capability = properties
     card = gpus.for_device(name, memory, tuple(capability))
     return card.name if card.bandwidth is not None else f"{memory >> 20}MiB"
 

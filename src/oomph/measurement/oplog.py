@@ -190,14 +190,14 @@ def op_differences(
                 in_place[kind] -= 1
             else:
                 difference[kind] += sign * (row.high - row.before)
-    found: dict[tuple[str, str], OpDifference] = {}
+    totals: dict[tuple[str, str], OpDifference] = {}
     for kind, size in difference.items():
         aspect = "only measured" if extra[kind] > 0 else "only predicted" if extra[kind] < 0 else "high"
-        same = found.get((kind[1], aspect), OpDifference(kind[1], aspect, 0, 0))
+        same = totals.get((kind[1], aspect), OpDifference(kind[1], aspect, 0, 0))
         times = same.times + (abs(extra[kind]) or runs[kind])
         if size:
-            found[kind[1], aspect] = OpDifference(kind[1], aspect, times, same.bytes + size)
-    by_op = sorted(found.values(), key=lambda each: -abs(each.bytes))[:most]
+            totals[kind[1], aspect] = OpDifference(kind[1], aspect, times, same.bytes + size)
+    by_op = sorted(totals.values(), key=lambda each: -abs(each.bytes))[:most]
     return (*_at_peak(measured, predicted), *by_op)
 
 

@@ -90,11 +90,11 @@ class _Estimate:
     @cached_property
     def most(self) -> dict[str, int]:
         """The most that there is of each kind, in any part."""
-        found: dict[str, int] = {}
+        largest: dict[str, int] = {}
         for held in self.parts.values():
             for what, size in held.items():
-                found[what] = max(size, found.get(what, 0))
-        return found
+                largest[what] = max(size, largest.get(what, 0))
+        return largest
 
 
 @dataclass(eq=False)
@@ -206,9 +206,9 @@ def fit(
             return _Search(ScriptProgram(target, card, limit), card, limit, host, is_max).plan(kinds, report)
 
     def search(report: Progress) -> Plan:
-        found = target if isinstance(target, Workload) else call_on_fake_gpu(target)
-        if isinstance(found, Workload):
-            program: Program = WorkloadProgram(found, card, limit)
+        step = target if isinstance(target, Workload) else call_on_fake_gpu(target)
+        if isinstance(step, Workload):
+            program: Program = WorkloadProgram(step, card, limit)
         else:
             program = FunctionProgram(target, card, limit)  # type: ignore[arg-type]
         return _Search(program, card, limit, host, is_max).plan(kinds, report)
@@ -311,13 +311,13 @@ class _Search:
         return least, f"the {what} take {format_bytes(least)}"
 
     def _needs(
-        self, found: Sequence[Proposal], kinds: tuple[FixKind, ...], progress: Progress
+        self, proposals: Sequence[Proposal], kinds: tuple[FixKind, ...], progress: Progress
     ) -> tuple[FixKind, ...]:
         """The kinds that would have to be allowed for a set that fits."""
         for kind in FIX_KINDS:
             if kind not in kinds and kind != "compile":
                 kinds = (*kinds, kind)
-                chosen = self._search([one for one in found if one.kind in kinds], progress)
+                chosen = self._search([one for one in proposals if one.kind in kinds], progress)
                 if chosen.result.fits:
                     used = {find(use.fix).kind for use in chosen.result.fixes}
                     return tuple(each for each in FIX_KINDS if each in used)
@@ -414,8 +414,8 @@ class _Search:
         base = self.base.estimate
         sets = [tuple(map(reduction.use, _flat(each))) for each in new]
         reduced = self.program.predict_reduced(sets)
-        found = dict(self._results(reduced, len(sets), progress, what, whole=False))
-        for number, prediction in found.items():
+        predictions = dict(self._results(reduced, len(sets), progress, what, whole=False))
+        for number, prediction in predictions.items():
             each, now = new[number], costs(prediction, link)
             if len(each) == 1:
                 whole = reduction.costs(each[0][-1], now, self.reduced.costs, base.costs)
@@ -527,12 +527,12 @@ class _Search:
                 predicted = self._predict([tried.fixes], progress, text)
                 if not predicted:
                     continue
-                found = predicted[0].result
+                result = predicted[0].result
                 closest = min(closest, predicted[0], key=_closeness)
-                error = found.peak.reserved / tried.peak
+                error = result.peak.reserved / tried.peak
                 underestimate = max(underestimate, error if not chosen.is_joint else 1.0)
-                self._correct_estimates((*sets, chosen), chosen, tried, found)
-                if found.fits:
+                self._correct_estimates((*sets, chosen), chosen, tried, result)
+                if result.fits:
                     break
             else:
                 if may_release:
@@ -553,17 +553,17 @@ class _Search:
         return closest
 
     def _correct_estimates(
-        self, sets: Iterable[_FixSet], chosen: _FixSet, tried: _FixSet, found: PredictedFixes
+        self, sets: Iterable[_FixSet], chosen: _FixSet, tried: _FixSet, result: PredictedFixes
     ) -> None:
         """Of sets with the same fixes in any number of blocks: by as much as the estimate of `tried`, which
         is `chosen` without what it may not need, was off."""
-        allocated, late = found.peak.allocated / tried.allocated, found.step_seconds - tried.seconds
+        allocated, late = result.peak.allocated / tried.allocated, result.step_seconds - tried.seconds
         same = [self._interpolation_ends(each.options) for each in (chosen, tried)]
         for one in sets:
             if self._interpolation_ends(one.options) in same:  # with any setting of the allocator
                 peak = one.allocated * allocated
                 if one.groups == tried.groups:
-                    one.reserve = found.peak.reserved / found.peak.allocated
+                    one.reserve = result.peak.reserved / result.peak.allocated
                 one.peak, one.seconds = peak * one.reserve, one.seconds + late
 
     def _sets(self, alternatives: Sequence[Sequence[_Option]]) -> list[_FixSet]:
@@ -585,7 +585,7 @@ class _Search:
             others = [use for each in uses if each is not own for use in each]
             if None not in choice and any(conflict(a, b) for a in own for b in others):
                 choice.append(None)
-        found: list[_FixSet] = []
+        sets: list[_FixSet] = []
 
         def excludes(options: Sequence[_Option], other: _Option) -> bool:
             return any(conflict(a, b) for each in options for a in each.fixes for b in other.fixes)
@@ -603,7 +603,7 @@ class _Search:
                 one = _FixSet(options, 0.0, 0.0, is_joint=False)
                 if options and one.host_bytes <= self.host and not lacks_free_option(options):
                     self._estimate_set(one)
-                    found.append(one)
+                    sets.append(one)
                 return
             for option in choices[position]:
                 if option is None:
@@ -612,7 +612,7 @@ class _Search:
                     extend(position + 1, (*options, option))
 
         extend(0, ())
-        return found
+        return sets
 
     def _estimate_set(self, one: _FixSet) -> None:
         """Set its peak and time, from a joint estimate where there is one."""
@@ -670,24 +670,24 @@ class _Search:
         def estimate(options: Sequence[_Option]) -> _Estimate:
             return _combined(self.base.estimate, [option.estimate for option in options])
 
-        kept, whole = list(one.options), estimate(one.options)
+        needed, whole = list(one.options), estimate(one.options)
         scale = one.peak / self._reserved(whole)
 
         def order(option: _Option) -> tuple[int, float]:
             return option.estimate.host_bytes, self._reserved(option.estimate)
 
         for option in sorted(one.options, key=order, reverse=True):
-            rest = [each for each in kept if each is not option]
+            rest = [each for each in needed if each is not option]
             if not rest or self._is_faster(option):
                 continue
             if scale * self._reserved(estimate(rest)) <= _DROP_FIXES_BELOW * self.limit:
-                kept = rest
-        left = estimate(kept)
+                needed = rest
+        left = estimate(needed)
         seconds = one.seconds + step_seconds(left.costs) - step_seconds(whole.costs)
         before, after = (min(each.reserve, self.base.estimate.reserve) for each in (whole, left))
         return replace(
             one,
-            options=tuple(kept),
+            options=tuple(needed),
             peak=scale * self._reserved(left),
             seconds=seconds,
             reserve=one.reserve * after / before,
@@ -745,8 +745,8 @@ def _fixes(options: Iterable[_Option]) -> Fixes:
 
 def _closeness(predicted: _PredictedSet) -> tuple[float, float]:
     """Sorts those that fit first, the fastest before the others; then the rest by their peak."""
-    found = predicted.result
-    return (0.0, found.step_seconds) if found.fits else (float(found.peak.reserved), 0.0)
+    result = predicted.result
+    return (0.0, result.step_seconds) if result.fits else (float(result.peak.reserved), 0.0)
 
 
 def _host_bytes(prediction: Prediction) -> int:
@@ -804,10 +804,10 @@ def _for_all(left: Callable[[str, str], int], *estimates: _Estimate) -> PhaseMem
 
 def _has_same_peak(parts: PhaseMemory, base: PhaseMemory) -> bool:
     """Whether the events of the reduced model give the whole one's peak."""
-    found, highest = (
+    reduced, highest = (
         max((sum(held.values()) for held in each.values()), default=0) for each in (parts, base)
     )
-    return abs(found - highest) <= _MAX_REDUCED_ERROR * highest
+    return abs(reduced - highest) <= _MAX_REDUCED_ERROR * highest
 
 
 def _parts(events: Sequence[Event], allocations: Sequence[Allocation]) -> PhaseMemory:
