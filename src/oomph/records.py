@@ -183,13 +183,13 @@ class DimensionNames:
     def __init__(self, guess: bool = False) -> None:
         self._guess = guess
         self.guessed: tuple[int, ...] = ()  # shape of the last tensor whose T is a guess
-        self._length: int | None = None  # T of the last tensor that has it
+        self.length: int | None = None  # T of the last tensor that has it
         self._image: tuple[int, ...] = ()  # H and W of the last image
         self._volume: tuple[int, ...] = ()  # the last three sizes of the last volume or video
 
     def of(self, shape: Sequence[int], dtype: str) -> list[str]:
         sizes, is_mask = tuple(shape[1:]), "float" not in dtype
-        names, length = ["B", *[""] * len(sizes)][: len(shape)], self._length
+        names, length = ["B", *[""] * len(sizes)][: len(shape)], self.length
         if len(sizes) > 3:
             self._volume = sizes[-3:]
         elif len(sizes) == 3:
@@ -207,8 +207,8 @@ class DimensionNames:
             if length not in sizes and (self._guess or is_ids):
                 length = sizes[-1] if sizes[0] <= 2 else sizes[0]
                 if is_ids or guessed:
-                    self._length, self.guessed = length, () if is_ids else tuple(shape)
-            name = "T" if length == self._length else "T of floats"
+                    self.length, self.guessed = length, () if is_ids else tuple(shape)
+            name = "T" if length == self.length else "T of floats"
             names[1:] = [name if size == length else "" for size in sizes]
             if len(sizes) == 2 and sizes[0] == length and not (is_mask and sizes[1] == length):
                 names[2] = "F"
@@ -216,7 +216,7 @@ class DimensionNames:
 
     def _is_label_map(self, sizes: tuple[int, ...], dtype: str) -> bool:
         """Whether [B, N, N] is the mask of images that come after it: class numbers, before anything else."""
-        return not self._image and self._length is None and sizes[0] == sizes[1] and "int" in dtype
+        return not self._image and self.length is None and sizes[0] == sizes[1] and "int" in dtype
 
 
 def named_shapes(batch: Sequence[BatchTensor]) -> list[str]:

@@ -151,10 +151,72 @@ def test_lengths_of_audio_beside_ids():
             audio.cuda(), ids.cuda()
         nn.Linear(1, 1).cuda()(torch.ones(1, 1, device="cuda")).sum().backward()
 
-    with pytest.raises(UserError, match=r"\[1, 1, 160\] as well as ids \[1, 16\] .*, as --sizes 16=32"):
+    with pytest.raises(
+        UserError, match=r"\[1, 1, 160\] as well as ids \[1, 16\] .*, as --sizes 160=32 or 16=32"
+    ):
         oomph.predict(training, sizes={"T": 32})
     found = oomph.predict(training, sizes="longest")
     assert {each.shape for each in found.batch} == {(1, 1, 163), (1, 16)}
+
+
+SPEECH = """
+import random, sys
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
+
+seed, shortest, longest, *lists = map(int, sys.argv[1:])
+torch.manual_seed(seed)
+lengths = [longest, *(random.randint(shortest, longest) for _ in range(31))]
+samples = [(torch.randn(t, 8), torch.ones(t // 10, dtype=torch.long)) for t in lengths]
+
+def collate(samples):
+    audio, ids = zip(*sorted(samples, key=lambda sample: -len(sample[0])))
+    given = [len(each) for each in audio]
+    audio, ids = pad_sequence(audio, batch_first=True), pad_sequence(ids, batch_first=True)
+    return audio, given if lists else torch.tensor(given), ids
+
+rnn, head = nn.LSTM(8, 32, batch_first=True).cuda(), nn.Linear(32, 4).cuda()
+optimizer = torch.optim.SGD([*rnn.parameters(), *head.parameters()], 0.1)
+for audio, n, ids in torch.utils.data.DataLoader(samples, 4, shuffle=True, collate_fn=collate, num_workers=2):
+    audio, ids = audio.cuda(), ids.cuda()
+    packed = pack_padded_sequence(audio, n, batch_first=True)
+    head(rnn(packed)[0].data).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def predict_speech(folder, *arguments, sizes=None):
+    (folder / "speech.py").write_text(SPEECH)
+    return oomph.predict(Script(str(folder / "speech.py"), tuple(map(str, arguments))), sizes=sizes)
+
+
+def test_lengths_on_the_host_are_those_of_the_sizes(tmp_path):
+    most = predict_speech(tmp_path, 0, 200, 200).peak
+    assert predict_speech(tmp_path, 0, 100, 200, sizes="longest").peak == most
+    longer = predict_speech(tmp_path, 0, 400, 400)
+    first = predict_speech(tmp_path, 0, 100, 200).batch[0].shape[1]
+    found = predict_speech(tmp_path, 0, 100, 200, 1, sizes={str(first): 400})  # batches of all lengths
+    assert {one.shape for one in found.batch if len(one.shape) == 3} == {(4, 400, 8)}
+    assert max(one.shape[1] for one in found.batch if len(one.shape) == 2) <= 20
+    assert found.peak.allocated == pytest.approx(longer.peak.allocated, rel=0.001)  # but for the ids
+    twice = predict_speech(tmp_path, 0, 200, 200, 1, sizes={"B": 8})
+    assert not twice.assumptions
+    assert twice.peak.allocated == pytest.approx(longer.peak.allocated, rel=0.05)  # as many rows
+
+
+@pytest.mark.usefixtures("in_process")
+def test_lengths_that_are_not_those_of_the_sizes():
+    def training():
+        rnn = nn.LSTM(8, 16).cuda()
+        padded = torch.randn(50, 4, 8).cuda()
+        packed = nn.utils.rnn.pack_padded_sequence(padded, torch.tensor([50, 40, 30, 20]))
+        rnn(packed)[0].data.sum().backward()
+
+    (assumed,) = oomph.predict(training, sizes={"50": 100}).assumptions
+    assert "lower bound" in assumed.text
+    assert not oomph.predict(training).assumptions
 
 
 def test_a_failure_after_a_wrong_guess_is_blamed_on_the_size(tmp_path, capsys):

@@ -402,6 +402,11 @@ def _assumptions(tracer: Tracer) -> Iterator[Note]:
             "every rank holds and computes everything, because the program makes no process group: call "
             "torch.distributed.init_process_group(), then fully_shard or DistributedDataParallel"
         )
+    if tracer.batch_sizes is not None and tracer.batch_sizes.has_short_sequences:
+        yield Note(
+            "--sizes changed batches, but not the lengths with which the program packs them: this is a "
+            "lower bound"
+        )
     yield from tracer.estimates.loops_cut
     conditions, missing = tracer.estimates.conditions, ""
     if not tracer.ran_backward:

@@ -2,11 +2,12 @@
 
 The batch of a script or function is what it moves to the GPU outside of modules. Every such tensor is
 repeated or cut along the dimensions that have the name, or the size that is given instead of a name, so that
-ids, labels and masks stay alike.
+ids, labels and masks stay alike. Lengths that a DataLoader gives beside them become those of the new sizes.
 """
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from oomph.units import BATCH_SIZES
 
 Sizes = Mapping[str, int] | Literal["longest"]
 _MOST_SECONDS = 10.0  # for looking through a data set
+_LENGTHS = ("T", "T of floats")  # names of DimensionNames
 
 
 class BatchSizes:
@@ -31,7 +33,9 @@ class BatchSizes:
         self._rows: int | None = None  # of the last tensor with several dimensions
         self._applied: set[str] = set()
         self.resized: dict[str, None] = {}  # "[16, 512] are traced as [16, 4096]"
+        self._features: dict[Any, int] = {}  # the length of floats, by their dtype and other sizes
         self._scanned: set[int] = set()  # ids of data sets
+        self.has_short_sequences = False  # whose lengths are not those that are asked for
 
     def resize(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, on the host, with the sizes that are asked for."""
@@ -40,20 +44,17 @@ class BatchSizes:
             self._rows = shape[0]
         elif shape != (self._rows,):  # such as the weights of classes: no batch
             return tensor
-        guessed = self._names.guessed
-        names = self._names.of(shape, str(tensor.dtype))
+        guessed, length = self._names.guessed, self._names.length
+        asked = self._asked_for(shape, str(tensor.dtype), self._names)
         if guessed and not self._names.guessed and "T" in self.wanted:
-            size = f"{shape[1]}={self.wanted['T']}"
+            either = " or ".join(f"{size}={self.wanted['T']}" for size in (length, shape[1]))
             raise UserError(
                 f"--sizes T: the program moves {list(guessed)} as well as ids {list(shape)} to the GPU, of "
-                f"other lengths; give the size of the dimension that is meant, as --sizes {size}"
+                f"other lengths; give the size of the dimension that is meant, as --sizes {either}"
             )
         out = tensor
-        for dim, name in enumerate(names):
-            key = name if name in self.wanted else str(shape[dim])
-            wanted = self.wanted.get(key, shape[dim])
-            if key in self.wanted:
-                self._applied.add(key)
+        for dim, (key, wanted) in asked.items():
+            self._applied.add(key)
             if wanted != shape[dim] and shape[dim]:
                 out = out.index_select(dim, torch.arange(wanted) % shape[dim])
         if out is not tensor:
@@ -61,6 +62,58 @@ class BatchSizes:
             self.resized[change] = None
             self._note(f"--sizes: batches of {change}")
         return out
+
+    def _asked_for(
+        self, shape: tuple[int, ...], dtype: str, names: DimensionNames
+    ) -> dict[int, tuple[str, int]]:
+        """What was given for each dimension that gets a size, and the size. A length of floats that is given
+        by its size is that of all batches, whose lengths may differ."""
+        asked = {}
+        for dim, (name, size) in enumerate(zip(names.of(shape, dtype), shape, strict=True)):
+            key = name if name in self.wanted else str(size)
+            alike = (dtype, shape[1:dim], shape[dim + 1 :]) if "float" in dtype and name in _LENGTHS else None
+            if key in self.wanted:
+                asked[dim] = key, self.wanted[key]
+                if alike:
+                    self._features[alike] = self.wanted[key]
+            elif alike in self._features:
+                asked[dim] = name, self._features[alike]
+        return asked
+
+    def with_lengths(self, batch: Any) -> Any:
+        """A batch of a DataLoader, whose lengths (whole numbers, the largest that of a tensor) are set to the
+        one that is asked for: the batch that needs most."""
+        parts = list(batch.values()) if isinstance(batch, Mapping) else batch
+        if not isinstance(parts, (list, tuple)):
+            return batch
+        names, rows = copy.copy(self._names), dict[int, int]()
+        lengths: dict[int, int | None] = {}  # that sizes of tensors become, where they are asked for
+        for part in parts:
+            if isinstance(part, torch.Tensor) and part.dim() > 1:
+                asked = self._asked_for(tuple(part.shape), str(part.dtype), names)
+                wanted = {dim: size for dim, (_, size) in asked.items()}
+                rows[part.shape[0]] = wanted.get(0, part.shape[0])
+                lengths |= {size: wanted.get(dim) for dim, size in enumerate(part.shape) if dim}
+        for part in parts:
+            is_vector = isinstance(part, torch.Tensor) and part.dim() == 1 and "int" in str(part.dtype)
+            given = part.tolist() if is_vector else part
+            if not _is_list_of_numbers(given) or len(given) not in rows or max(given) not in lengths:
+                continue
+            length = lengths[max(given)]
+            made = [length or given[row % len(given)] for row in range(rows[len(given)])]
+            if is_vector:
+                part.resize_(len(made)).copy_(torch.tensor(made))
+            else:
+                part[:] = made
+            if length:
+                self._note(f"--sizes: all lengths of batches are {length}")
+        return batch
+
+    def check_lengths(self, input: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> None:
+        """Of sequences that the program packs."""
+        rows, steps = input.shape[:2] if batch_first else (input.shape[1], input.shape[0])
+        if self._applied and (rows, steps) != (lengths.numel(), int(lengths.max())):
+            self.has_short_sequences = True
 
     def explain_failure(self, message: str) -> str:
         """The message of a failure that may follow from the sizes."""

@@ -476,6 +476,8 @@ class DispatchMode(TorchDispatchMode):
             tracer.record_move(args[0])
         elif tracer.phase == "forward" and not tracer.modules.inside_model:
             tracer.record_use(tensors, in_loss=True)
+        if func is aten._pack_padded_sequence.default and tracer.batch_sizes is not None:
+            tracer.batch_sizes.check_lengths(*args)
         if func is aten.embedding.default:
             guard.call("rows", func, partial(tracer.record_embedding, args[0], args[1]), _nothing)
         if tracer.call.place != "host":

@@ -46,12 +46,14 @@ def _load_data_in_process(patches: Patches, tracer: Tracer, placement: Any) -> N
     start = threading.Thread.start
 
     def get_iterator(loader: DataLoader[Any]) -> Any:
-        if tracer.batch_sizes is not None:
-            tracer.batch_sizes.look_through(loader.dataset)
         tracer.loads_in_process |= loader.num_workers == 0
         alone = copy.copy(loader)
         alone.num_workers, alone.timeout, alone.pin_memory = 0, 0, False
         alone.prefetch_factor = None
+        if tracer.batch_sizes is not None:
+            tracer.batch_sizes.look_through(loader.dataset)
+            lengthen, collate = tracer.batch_sizes.with_lengths, loader.collate_fn
+            vars(alone)["collate_fn"] = lambda samples: lengthen(collate(samples))
         if not isinstance(loader.dataset, IterableDataset) and placement.default is None:
             vars(alone)["dataset"] = _Samples(loader.dataset, start)
         return iterator(alone)
