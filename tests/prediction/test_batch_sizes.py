@@ -219,6 +219,23 @@ def test_lengths_that_are_not_those_of_the_sizes():
     assert not oomph.predict(training).assumptions
 
 
+def test_batches_of_other_lengths_in_every_step(tmp_path):
+    found = predict_speech(tmp_path, 0, 1000, 2000)
+    assert "--sizes longest" in found.assumptions[0].text
+    assert any("traced steps need from" in note.text for note in found.notes)
+    assert not predict_speech(tmp_path, 0, 200, 200).assumptions
+
+
+def test_a_program_without_seeds_is_predicted_alike(script):
+    text = SCRIPT.replace("batch_size=4", "batch_size=4, shuffle=True")
+    with open(script.path, "w") as file:
+        file.write(text)
+    torch.manual_seed(1)
+    before = oomph.predict(script)
+    torch.manual_seed(2)
+    assert oomph.predict(script).batch == before.batch
+
+
 def test_a_failure_after_a_wrong_guess_is_blamed_on_the_size(tmp_path, capsys):
     (tmp_path / "train.py").write_text("""
 import torch

@@ -159,7 +159,10 @@ def open_target(target: str, overrides: Sequence[str] = ()) -> Iterator[Workload
 
         yield predicted_workload(_load_config(target, overrides))
         return
+    from oomph.prediction.script import seed_generators
+
     source, name = split_target(target)
+    seed_generators()
     path, modules, arguments = list(sys.path), set(sys.modules), sys.argv
     sys.argv = [source]
     try:

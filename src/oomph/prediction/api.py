@@ -349,7 +349,7 @@ def _prediction(
             *notes,
             *settings_notes,
             *_notes_on_prediction(card, named, growth, release_seconds, smaller_workspaces, allocations),
-            *_notes_on_steps(unlimited.steps if one_optimizer else ()),
+            *_notes_on_steps(unlimited.steps if one_optimizer else (), tracer.lengths_differ()),
         ),
         seconds=0.0,
         compile_seconds=tracer.compile_seconds,
@@ -406,6 +406,11 @@ def _assumptions(tracer: Tracer) -> Iterator[Note]:
         yield Note(
             "--sizes changed batches, but not the lengths with which the program packs them: this is a "
             "lower bound"
+        )
+    if tracer.lengths_differ():
+        yield Note(
+            "no batch is longer than those that were traced, which differ in length; one of the longest "
+            "samples may need more (--sizes longest)"
         )
     yield from tracer.estimates.loops_cut
     conditions, missing = tracer.estimates.conditions, ""
@@ -729,13 +734,14 @@ def _notes_on_prediction(
         )
 
 
-def _notes_on_steps(steps: Sequence[StepPeak]) -> Iterator[Note]:
+def _notes_on_steps(steps: Sequence[StepPeak], lengths_differ: bool) -> Iterator[Note]:
     """From the second step on: the first makes the optimizer's state."""
     peaks = sorted(step.allocated for step in steps[1:])
-    if len(peaks) > 1 and peaks[-1] > _SAME_PEAK * peaks[0]:
+    least, most = (format_bytes(peak) for peak in ((peaks[0], peaks[-1]) if peaks else (0, 0)))
+    if least != most and (lengths_differ or peaks[-1] > _SAME_PEAK * peaks[0]):
         yield Note(
-            f"the traced steps need from {format_bytes(peaks[0])} to {format_bytes(peaks[-1])}: sizes change "
-            "from step to step, and other steps may need more (--steps N traces more)"
+            f"the traced steps need from {least} to {most}: sizes change from step to step, and other steps "
+            "may need more (--steps N traces more)"
         )
 
 

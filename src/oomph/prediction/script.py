@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib.util
 import os
+import random
 import runpy
 import socket
 import sys
@@ -69,6 +70,7 @@ def run_script(
     tracer.on_parameter_update = steps.updated
     steps.begin(1)
     steps.start_watch()
+    seed_generators()
     try:
         with tracer.in_phase("forward"):
             run_as_main(script)
@@ -90,6 +92,16 @@ def run_script(
         message = f"{type(error).__name__}: {error}; {hint}"
         raise ProgramError(message, *user_line(error), program_traceback(error)) from error
     steps.check_trained()
+
+
+def seed_generators() -> None:
+    """A program that sets no seeds loads its data in the same order at every prediction."""
+    random.seed(0)
+    torch.default_generator.manual_seed(0)
+    if "numpy" in sys.modules:
+        import numpy
+
+        numpy.random.seed(0)
 
 
 def run_as_main(script: Script) -> None:

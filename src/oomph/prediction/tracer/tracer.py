@@ -418,7 +418,8 @@ class Tracer:
         self.call = CallState()
         self.lock = threading.RLock()  # held during an op: neither this nor the fake mode is made for threads
         self.batch: Any = None
-        self.moved: dict[BatchTensor, None] = {}  # from the host to the GPU, outside modules; each once
+        # From the host to the GPU, outside modules, and in which steps.
+        self.moved: dict[BatchTensor, set[int]] = {}
         self.rows_used: set[int] = (
             set()
         )  # first sizes of tensors that models take, or the loss beside results
@@ -683,7 +684,7 @@ class Tracer:
     def record_move(self, source: torch.Tensor) -> None:
         if source.numel() and self.is_batch(source):
             dtype = str(source.dtype).removeprefix("torch.")
-            self.moved[BatchTensor("", tuple(source.shape), dtype)] = None
+            self.moved.setdefault(BatchTensor("", tuple(source.shape), dtype), set()).add(self.step)
 
     def record_use(self, given: Iterable[Any], in_loss: bool = False) -> None:
         """The arguments of a model, or the operands of an op outside of models."""
@@ -699,6 +700,20 @@ class Tracer:
         rows = self.rows_used | {one.shape[0] for one in self.moved if len(one.shape) > 1}
         used = (one for one in self.moved if len(one.shape) > 1 or one.shape[0] in rows)
         return tuple(used) or tuple(self.moved)
+
+    def lengths_differ(self) -> bool:
+        """Whether tensors of as many samples are longer in one step than in another. What is prepared before
+        the loop counts as the first step."""
+        found: dict[Any, dict[int, set[Any]]] = {}
+        for one, steps in self.moved.items():
+            for step in steps if len(one.shape) > 1 else ():
+                found.setdefault((one.dtype, len(one.shape), one.shape[0]), {}).setdefault(step, set()).add(
+                    one.shape
+                )
+        return any(
+            len({frozenset(shapes) for step, shapes in of_steps.items() if step > 1}) > 1
+            for of_steps in found.values()
+        )
 
     def record_in_place(self, tensor: torch.Tensor, op: str) -> None:
         """Record a tensor that `op` wrote into again, if its storage was resized."""
