@@ -115,7 +115,13 @@ CASES = {
     "selective scan": scan,
 }
 # Linear in its input, so that second derivatives come for free.
-LINEAR = {"rotary": lambda: (functools.partial(rotary, impl="chunked"), [leaf(1, 2, 6, 8)])}
+LINEAR = {
+    "rotary": lambda: (functools.partial(rotary, impl="chunked"), [leaf(1, 2, 6, 8)]),
+    "rotary, which the compiler traces": lambda: (
+        functools.partial(rotary, turned_heads=1),
+        [leaf(1, 2, 6, 8)],
+    ),
+}
 SAME_OP = ("attention", "attention to near points", "cross entropy, one tile", "cross entropy, per token")
 every_op = pytest.mark.parametrize("case", [*CASES.values(), *LINEAR.values()], ids=[*CASES, *LINEAR])
 
