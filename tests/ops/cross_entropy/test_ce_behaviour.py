@@ -37,17 +37,6 @@ def test_up_to_16_mebibytes_of_fp32_logits_auto_is_plain(device, above, dtype):
     assert explained(4, 4, dtype=dtype, accumulate_into_grad=True).impl == "chunked"
 
 
-def test_blocks_shrink_with_the_budget():
-    shape = {"n": 16384, "v": 151936, "d": 2560, "device": "cuda", "dtype": torch.bfloat16}
-    default, small, tiny = (explained(**shape, memory_budget=budget) for budget in (None, "256MiB", "64MiB"))
-    assert default.settings["rows"] >= 1024
-    assert default.settings["columns"] == 151936
-    assert 384 <= small.settings["rows"] < default.settings["rows"]
-    assert small.settings["columns"] == 151936
-    assert tiny.settings["columns"] < 151936
-    assert "logits computed twice" in tiny.reason
-
-
 WAYS = [
     {"impl": "plain"},
     {"impl": "chunked"},

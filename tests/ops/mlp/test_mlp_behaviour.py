@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from mlp_samples import NormalisedGated, PlainGated, assert_same, results, tokens, weights
+from mlp_samples import NormalisedGated, PlainGated, assert_same, results, tokens
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
@@ -42,14 +42,6 @@ def test_a_budget_is_never_exceeded():
         for device in ("cuda", "cpu"):
             rows = sizes(1 << 20, 1024, device, torch.float32, memory_budget=budget)
             assert 1 <= rows <= budget // row
-
-
-def test_explain_names_the_kind_and_the_reason():
-    choice = explain(tiled_mlp, weights(), tokens(100, 12), tile=32)
-    assert choice.impl == "chunked"
-    assert "the tensors are on cpu" in choice.reason
-    settings = {"kind": "silu gated (SwiGLU)", "tile": 32, "buffers": 32 * 3 * 20 * 8}
-    assert choice.settings == settings
 
 
 def kind(module):
