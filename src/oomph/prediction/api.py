@@ -38,7 +38,7 @@ from oomph.prediction.isolation import (
 from oomph.prediction.replay import Replay, is_convolution_workspace, margin, replay
 from oomph.prediction.script import Script, run_script
 from oomph.prediction.tracer.batch_sizes import BatchSizes, Sizes
-from oomph.prediction.tracer.dispatch import WrongDevice
+from oomph.prediction.tracer.dispatch import WrongDevice, count_uses_of_gradient
 from oomph.prediction.tracer.session import tracing
 from oomph.prediction.tracer.tracer import AllocationRecorder, OpLog, Tracer
 from oomph.prediction.tracer.values import Assumptions, ConditionKey, assuming
@@ -62,7 +62,13 @@ from oomph.records import (
     Verdict,
     alive_after,
 )
-from oomph.torch_internals import keystr, self_test, storage_id, tree_flatten_with_path
+from oomph.torch_internals import (
+    current_dispatch_modes,
+    keystr,
+    self_test,
+    storage_id,
+    tree_flatten_with_path,
+)
 from oomph.units import MiB, check_batch_sizes, format_bytes, parse_bytes
 from oomph.workload import Workload, allocator_of_environment, ignored_allocator
 
@@ -165,6 +171,8 @@ def predict_isolated(
     """
     if is_isolated():
         return function(progress)
+    if not torch.accelerator.is_available() and not current_dispatch_modes():
+        _check_torch()  # once here, and not in every child; forks can run backward passes after it
     began = time.perf_counter()
     assumed = Assumptions()
     failed: dict[ConditionKey, OomphError] = {}
@@ -609,7 +617,9 @@ def _check_torch() -> None:
         # Autograd starts a thread for each device at the first backward pass, and torch runs none in a fork
         # after that. Within a FakeTensorMode, a machine without a GPU has one.
         autograd_runs()
-    self_test()
+    with trace_lock:
+        self_test()
+        count_uses_of_gradient()
 
 
 def _run_traced(run: Callable[[Tracer], T], tracer: Tracer) -> T:

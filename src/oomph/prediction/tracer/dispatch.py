@@ -823,7 +823,7 @@ class GradientReuse:
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
-        self._sole_owner_counts = _count_known_case()
+        self._sole_owner_counts = count_uses_of_gradient()
 
     def writes_into_first(self, func: OpOverload, args: Sequence[Any]) -> bool:
         """Whether autograd would write the op's result into its first argument."""
@@ -861,8 +861,8 @@ def _use_counts(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 @functools.cache
-def _count_known_case() -> tuple[int, int]:
-    """The dispatch path adds references; how many depends on the torch release."""
+def count_uses_of_gradient() -> tuple[int, int]:
+    """Of a tensor that autograd alone holds. The dispatch path adds some, in each torch release others."""
     found: list[tuple[int, int]] = []
     mode = FakeTensorMode()
 
@@ -872,7 +872,7 @@ def _count_known_case() -> tuple[int, int]:
                 found.append(_use_counts(args[0]))
             return mode.__torch_dispatch__(func, types, args, kwargs or {})
 
-    with disable_torch_function(), torch.enable_grad(), RecordUseCounts():
+    with torch.inference_mode(False), torch.enable_grad(), disable_torch_function(), RecordUseCounts():
         leaf = torch.ones(2, requires_grad=True)
         twice = leaf * 2
         (twice * 2 + twice * 2).sum().backward()  # both gradients are autograd's alone
