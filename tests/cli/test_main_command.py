@@ -87,10 +87,12 @@ def test_the_progress_bar_appears_after_its_delay():
 def test_progress_shows_while_torch_is_loaded(tmp_path):
     (tmp_path / "train.py").write_text("1 / 0")
     script = (
-        "import sys, time; from oomph.cli.main import run\n"
+        "import os, sys, time; from oomph.cli.main import run\n"
         "class SlowDisk:\n"
         "    def find_spec(self, name, *rest):\n"
-        "        time.sleep(3 * (name == 'torch'))\n"
+        "        if name == 'torch':\n"
+        "            time.sleep(3)\n"
+        "            os._exit(0)\n"
         "sys.meta_path.insert(0, SlowDisk())\n"
         f"run(['predict', {str(tmp_path / 'train.py')!r}])"
     )

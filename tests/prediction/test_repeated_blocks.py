@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import oomph
 from oomph.prediction import isolation
 
-BLOCKS, WIDTH = 8, 32
+BLOCKS, WIDTH = 7, 32
 FIRST = [f"blocks.{index}" for index in range(BLOCKS)]
 traced = multiprocessing.Value("i", 0, lock=False)  # forward passes of blocks, in all processes
 
@@ -75,7 +75,7 @@ def train(model, batches=1, steps=2, autocast=False):
 
 
 def several_models():
-    train(Model(), batches=2)
+    train(Model(), batches=2, steps=1)
     train(Checkpointed(), steps=1)
     frozen = Model()
     for block in frozen.blocks:
@@ -98,7 +98,7 @@ def with_cache():
     ids = torch.zeros(4, 16, dtype=torch.int64, device="cuda")
     with torch.no_grad():
         out = model(input_ids=ids)
-        for _ in range(3):
+        for _ in range(2):
             out = model(input_ids=ids[:, :1], past_key_values=out.past_key_values)
     del out
     with torch.autocast("cuda", torch.bfloat16):
@@ -136,7 +136,7 @@ class Skipping(Model):
 class KeepingGradients(Model):
     def run(self, block, x):
         out = block(x)
-        if block is self.blocks[5]:
+        if block is self.blocks[4]:
             out.register_hook(self.seen.append)
         return out
 

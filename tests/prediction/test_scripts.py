@@ -522,7 +522,7 @@ optimizer.step()
 from torch.profiler import ProfilerActivity, profile
 train(8)  # torch reads names of code that was freed meanwhile, such as that of a module imported here
 with profile(activities=[ProfilerActivity.CPU], with_stack=True, acc_events=True) as profiler:
-    train(8)
+    model(torch.ones(8, 256, device="cuda"))
 names = [event.name for event in profiler.events()]  # without calls of Python before torch 2.13
 assert any("nn.Module: Linear" in name for name in names) or torch.__version__ < "2.13"
 optimizer.step()
