@@ -33,7 +33,7 @@ class Model(nn.Module):
     def __init__(self, blocks=(), vocab=4096, width=32):
         super().__init__()
         self.embed = nn.Embedding(vocab, width)
-        self.blocks = nn.ModuleList(blocks or [Block() for _ in range(6)])
+        self.blocks = nn.ModuleList(blocks or [Block() for _ in range(5)])
         self.head = nn.Linear(width, vocab, bias=False)
 
     def forward(self, ids):
@@ -44,7 +44,7 @@ class Model(nn.Module):
 
 
 def wide_blocks():
-    return Model([Block(1024, 1024) for _ in range(6)], width=1024)
+    return Model([Block(1024, 1024) for _ in range(5)], width=1024)
 
 
 def loss(model, batch):
