@@ -574,7 +574,7 @@ def folder(tmp_path_factory):
     files = {
         "p.py": SOURCE,
         "uses_gpu.py": "import torch\nmodel = torch.nn.Linear(8, 8).cuda()\n",
-        "trainer.py": "import transformers\ntransformers.TrainingArguments('out', bf16=True)\n",
+        "hf_train.py": "import transformers\ntransformers.TrainingArguments('out', bf16=True)\n",
         "small.yaml": CONFIG,
         "few.txt": "short",
         "empty.txt": "",
