@@ -83,7 +83,7 @@ cases(
     ("predict p.py B=4 --gpu 8GiB", "'B=4' would be an argument of the script; these come after --"),
     ("predict --json -m p --sizes B=4 lr=1 -- --b", "'lr=1' would be an argument of the script"),
     ("run --fix activation_checkpointing uses_gpu.py", "uses_gpu.py:2 uses CUDA, and there is no GPU here"),
-    ("run --fix activation_checkpointing trainer.py", "uses CUDA, and there is no GPU here; `oomph predict"),
+    ("run --fix activation_checkpointing bf16.py", "uses CUDA, and there is no GPU here; `oomph predict"),
     (
         "run uses_gpu.py --plan plan.json",
         "--plan after uses_gpu.py is an option of the script; give --plan before",
@@ -574,7 +574,7 @@ def folder(tmp_path_factory):
     files = {
         "p.py": SOURCE,
         "uses_gpu.py": "import torch\nmodel = torch.nn.Linear(8, 8).cuda()\n",
-        "hf_train.py": "import transformers\ntransformers.TrainingArguments('out', bf16=True)\n",
+        "bf16.py": "import transformers\ntransformers.TrainingArguments('out', bf16=True)\n",
         "small.yaml": CONFIG,
         "few.txt": "short",
         "empty.txt": "",
