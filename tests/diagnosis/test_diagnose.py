@@ -291,6 +291,43 @@ def test_what_looks_like_another_pattern_is_none(program, wrong, right):
     assert not found & wrong
 
 
+@in_process
+@pytest.mark.parametrize("views", [1, 2])
+def test_scores_of_a_contrastive_loss_have_no_vocabulary(views):
+    def training():
+        towers = [nn.Sequential(nn.Embedding(5000, 32), nn.Linear(32, 48)).cuda() for _ in "ab"]
+
+        def step():
+            a, b = (tower(torch.randint(5000, (2048,)).cuda()).repeat(views, 1) for tower in towers)
+            F.cross_entropy(a @ b.t() / 0.1, torch.arange(2048 * views, device="cuda")).backward()
+
+        return step
+
+    cause = oomph.diagnose(training).findings[0]
+    assert (cause.pattern, cause.growth) == ("scores of all pairs", "x4 when B doubles")
+    assert "B^2" in cause.formula
+    assert "V" not in cause.formula
+
+
+@in_process
+def test_a_number_of_heads_times_samples_is_not_called_a_vocabulary():
+    def training():
+        table, head = nn.Embedding(500, 64, device="cuda"), nn.Linear(64, 32, device="cuda")
+
+        def step():
+            ids = torch.randint(500, (8, 256)).cuda()
+            q = table(ids).unflatten(-1, (4, 16)).transpose(1, 2).flatten(0, 1)  # [B*heads = 32, T, 16]
+            x = ((q @ q.transpose(1, 2)).softmax(-1) @ q).unflatten(0, (8, 4)).transpose(1, 2).flatten(2)
+            F.cross_entropy(head(x).flatten(0, 1), ids.flatten() % 32).backward()
+
+        return step
+
+    cause = oomph.diagnose(training).findings[0]
+    assert (cause.pattern, cause.growth) == ("attention matrices", "x4 when T doubles, x2 when B doubles")
+    assert "B*T^2*4" in cause.formula
+    assert "V" not in cause.formula
+
+
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_script_that_only_infers_is_diagnosed_as_that(grad, tmp_path, capsys):
     (tmp_path / "infer.py").write_text(f"""

@@ -185,6 +185,8 @@ class _Names:
         if "V" not in found and facts.classes:
             found["V"] = max(facts.classes)
         self.sizes = {name: size for name, size in found.items() if size > 1}
+        self._pairs = facts.pairs
+        self._class_maps = facts.class_maps
         squares: Counter[int] = Counter()
         for one in facts.alive:
             if len(one.shape) > 1 and one.shape[-1] == one.shape[-2]:
@@ -195,9 +197,13 @@ class _Names:
     def of(self, shape: Sequence[int], position: int) -> tuple[tuple[str, ...], int]:
         """The names of one dimension, and the number that is left: ("B", "T"), 1 for flattened tokens."""
         size, last = shape[position], len(shape) - 1
+        of_pairs = size in self._pairs and position in (last, last - 1)
         not_rows = position > 1 or (position == 1 and shape[0] == self.sizes.get("B"))
         exact = [name for name, known in self.sizes.items() if known == size]
-        exact = [name for name in exact if not (name == "B" and not_rows)]
+        exact = [name for name in exact if not (name == "B" and not_rows and not of_pairs)]
+        # [B*heads, T, T] may be as long as a vocabulary, which is the last dimension, or a table's first.
+        if position < last and last > 1 and tuple(shape) not in self._class_maps:
+            exact = [name for name in exact if name != "V"]
         if exact:
             first = position == 0 and last > 0
             prefers = ("B",) if first else ("V", "d", "f", "dk") if position == last else ("T", "N", "H")
@@ -205,9 +211,11 @@ class _Names:
         shifted = [name for name in self.varied if self.sizes.get(name) == size + 1 > 2]
         if shifted:  # a loss leaves one token out
             return (shifted[0],), 1
+        rows = self.sizes.get("B", 0)
+        if of_pairs and rows and size % rows == 0:
+            return ("B",), size // rows
         if last > 0 and position in (last, last - 1) and shape[last] == shape[last - 1] == self._square > 1:
             return ("N",), 1
-        rows = self.sizes.get("B", 0)
         if position == 0 and rows and size % rows == 0:
             for name in ("T", "N", "H"):
                 if size == rows * self.sizes.get(name, 0) or size == rows * (self.sizes.get(name, 0) - 1):

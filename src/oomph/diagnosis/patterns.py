@@ -103,11 +103,14 @@ class PeakAnalysis:
         computed = [
             one for one in self.all if (one.during == "evaluation" if evaluates else one.differentiable)
         ]
+        given = {one.shape[0] for one in self.prediction.batch if one.shape}
+        of_batch = [one for one in computed if one.shape and one.shape[0] in given]
         computed = [one for one in computed if one.module] or computed  # the model may be a single layer
-        for least in (3, 2):
-            counts = Counter(one.shape[0] for one in computed if len(one.shape) >= least)
-            if counts:
-                return counts.most_common(1)[0][0]
+        for likely in (of_batch, computed):
+            for least in (3, 2):
+                counts = Counter(one.shape[0] for one in likely if len(one.shape) >= least)
+                if counts:
+                    return counts.most_common(1)[0][0]
         return 1
 
     @cached_property
@@ -144,15 +147,25 @@ class PeakAnalysis:
         return [one for one in self.all if base_op(one.op) == "_log_softmax"]
 
     @cached_property
+    def normalised(self) -> list[Allocation]:
+        """What losses normalise over the last dimension."""
+        found = [one for one in self.log_softmaxes if len(one.shape) == 2]
+        sums = (self.parent(one) for one in self.all if base_op(one.op) == "logsumexp")
+        return found + [source for source in sums if source is not None and len(source.shape) >= 2]
+
+    @cached_property
+    def pairs(self) -> frozenset[int]:
+        """Sizes of square scores of all samples for all, as contrastive losses normalise; not of a layer."""
+        of_layers = {size for one in self.parameters for size in one.shape}
+        return frozenset(one.shape[-1] for one in self.normalised if _is_square(one)) - of_layers
+
+    @cached_property
     def classes(self) -> frozenset[int]:
         """Sizes of vocabularies: what losses normalise over; and rows of tables that results have as well."""
-        normalised = [one for one in self.log_softmaxes if len(one.shape) == 2]
-        sums = (self.parent(one) for one in self.all if base_op(one.op) == "logsumexp")
-        normalised += [source for source in sums if source is not None and len(source.shape) >= 2]
         tables = {one.rows for one in self.prediction.embeddings} - self.tokens
         made = {one.shape[-1] for one in self.all if one.shape and base_op(one.op) in _PRODUCTS}
-        found = {one.shape[-1] for one in normalised} | (tables & made)
-        return frozenset(size for size in found if size >= _LEAST_CLASSES)
+        found = {one.shape[-1] for one in self.normalised} | (tables & made)
+        return frozenset(size for size in found - self.pairs if size >= _LEAST_CLASSES)
 
     @cached_property
     def targets(self) -> int:
@@ -527,6 +540,10 @@ def _is_logits(facts: PeakAnalysis, one: Allocation) -> bool:
     )
 
 
+def _is_of_pairs(facts: PeakAnalysis, one: Allocation) -> bool:
+    return _is_square(one) and one.shape[-1] in facts.pairs
+
+
 def _is_attention(facts: PeakAnalysis, one: Allocation) -> bool:
     if len(one.shape) < 2:
         return False
@@ -618,6 +635,8 @@ _ADVICE = {
     "attention matrices": "attention stores N x N matrices: the flash and memory-efficient kernels of "
     "scaled_dot_product_attention store none, its math kernel does",
     "logits": "logits, their copies, casts and gradients are stored: compute the loss in parts of the tokens",
+    "scores of all pairs": "the loss compares every sample of the batch with every other: compute and "
+    "checkpoint it for some rows at a time",
     "broadcast product": "an elementwise op is expanded to all pairs: use a matrix product, einsum or cdist",
     "state transitions": "every token stores a dk x dk matrix: use the chunkwise form of the recurrence",
     "loop kept by autograd": "autograd keeps every iteration of a loop: vectorise it, or checkpoint its body",
@@ -666,6 +685,7 @@ PATTERNS: tuple[Pattern, ...] = (
     _pattern("one-hot", _is_in("one_hots"), 1.0, "fused_linear_cross_entropy"),
     _pattern("attention matrices", _is_attention, 1.0, "fused_attention attn_implementation micro_batches"),
     _pattern("logits", _is_logits, 1.0, "fused_linear_cross_entropy micro_batches smaller_vocabulary"),
+    _pattern("scores of all pairs", _is_of_pairs, 1.0),
     _pattern("broadcast product", _is_in("reduced_broadcasts"), 1.0, "fused_attention micro_batches"),
     _pattern("state transitions", _is_transition, 1.0, "chunkwise_kda micro_batches shorter_sequence"),
     _pattern("loop kept by autograd", _is_in_loop, 1.0, "activation_checkpointing micro_batches"),
