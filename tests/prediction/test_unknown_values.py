@@ -3,6 +3,7 @@
 import linecache
 import time
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -141,6 +142,8 @@ def test_arrays_of_known_values_have_them():
     positions = torch.arange(2048, device="cuda")
     mask = positions < lengths.sum() + 0 * positions[:, None]
     assert mask.cpu().numpy().sum() == 12 * 2048
+    image = torch.from_numpy(np.full((1024, 2048), 3.0))
+    assert image.cuda().cpu().numpy()[0, 0] == 3
 
 
 @in_trace(lambda found: found.assumptions == ())

@@ -276,7 +276,8 @@ def _numpy(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any
             "can't convert cuda:0 device type tensor to numpy. "
             "Use Tensor.cpu() to copy the tensor to host memory first."
         )
-    tracer.values.resolve(tensor)
+    with internals.disable_dispatch_modes(), disable_torch_function():
+        tracer.values.resolve(tensor)
     if tracer.values.known(tensor) is None:
         tracer.note("values read on the host as a NumPy array are representative")
     values = tracer.values.whole(tensor)
