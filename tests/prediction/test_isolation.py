@@ -90,6 +90,7 @@ PROGRAMS = {
     "import": "os.mkdir('metrics'); Path('metrics/loss.py').write_text('x = 1'); sys.path.append(os.getcwd()); from metrics import loss; assert loss.x == 1",
     "subprocess": "refused(lambda: subprocess.run(['rm', 'log.txt']))",
     "os.system": "assert os.waitstatus_to_exitcode(os.system('rm log.txt')) == 127 and os.path.exists('log.txt')",
+    "description of the machine": "from torch.utils import collect_env; assert torch.__version__ in collect_env.get_pretty_env_info()",
     "below Python": "refused(lambda: posix.unlink('log.txt'))",
     "C library": "ctypes.CDLL(None).unlink(b'log.txt'); assert os.path.exists('log.txt')",
 }

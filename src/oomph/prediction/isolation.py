@@ -34,6 +34,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, BinaryIO, NoReturn, TypeVar
 
 import torch
+from torch.utils import collect_env
 
 from oomph.errors import OomphError, ProgramError, UserError, blame
 from oomph.prediction import file_overlay
@@ -503,6 +504,8 @@ def _isolate(scratch: str, allow: Collection[str]) -> None:
     if "subprocesses" not in allow:
         multiprocessing.util.spawnv_passfds = _refuse_spawn  # it raises no audit event
         _fail_shell_commands()
+        # It describes the machine by the output of a dozen programs, and takes any of them to fail.
+        collect_env.run = lambda command: (127, "", "not started in a prediction")
         _make_locks_for_forks()
         file_overlay.forbid_writes_outside((scratch, "/dev", "/proc/self"))
 
