@@ -105,6 +105,20 @@ def test_large_targets_that_are_made_on_the_host_have_what_was_written_into_them
         assert torch.ones(16, 50_000, 2, device="cuda")[both].view(-1, 2).shape == (sum(range(16)), 2)
 
 
+@in_trace(lambda found: "depends on values" in notes_of(found))
+def test_of_unknown_boxes_and_known_ones_together_the_known_ones_match():
+    """A detector adds the true boxes to those it proposes, which overlap none before it is trained."""
+    true = torch.tensor([[2.0, 2, 8, 8], [10, 10, 40, 40], [20, 5, 30, 9]], device="cuda")
+    proposed = nn.Linear(4, 4, device="cuda")(torch.randn(1000, 4, device="cuda"))
+    boxes = torch.cat([proposed.detach(), true])
+    corners = torch.maximum(boxes[:, None, :2], true[:, :2]), torch.minimum(boxes[:, None, 2:], true[:, 2:])
+    shared = (corners[1] - corners[0]).clamp(min=0).prod(-1)
+    areas = [(each[:, 2:] - each[:, :2]).prod(-1) for each in (boxes, true)]
+    overlap, _ = (shared / (areas[0][:, None] + areas[1] - shared)).max(dim=1)
+    assert len(boxes[overlap >= 0.5]) == 3
+    assert len(boxes[overlap < 0.5]) == 1000
+
+
 @in_trace(lambda found: "depends on values" not in notes_of(found))
 def test_a_mask_that_is_expanded_for_every_query_is_followed():
     """As Longformer and LED make their masks: a row for each query, of which they take the first."""

@@ -467,8 +467,10 @@ class Values:
         pointwise = torch.Tag.pointwise in func.tags
         if pointwise or func in _KEEPS_VALUES or func is _COPY:
             sources = given[1:2] if func is _COPY else given if pointwise else given[:1]
-            if func in _JOINS:
+            if func in _JOINS and not (small and any(map(_is_whole, inputs.values()))):
                 sources = [max(given, key=torch.Tensor.numel)]
+            elif func in _JOINS:
+                sources = given
             of_whole = [source for source in sources if _is_whole(inputs[id(source)])]
             if not of_whole or not small:
                 samples = {id(source): _sample(inputs[id(source)]) for source in sources}
@@ -487,7 +489,8 @@ class Values:
             entry, count = inputs[id(first)], first.numel() // max(result.numel(), 1)
             mean = _fraction(entry) if "count" in func.name() else _mean(entry)
             return self.set(result, torch.tensor(round(mean * count)), whole=False, known=known)
-        follow = small and (whole or pointwise or not floating or func in _MASKED_FILLS)
+        follow = whole or pointwise or not floating or func in _MASKED_FILLS or func in _JOINS
+        follow = follow and small
         if not follow or not self._store_computed(call, results, known=known):
             self.invalidate(call)
         elif result.dtype == torch.bool and any(tensor.dtype.is_floating_point for tensor in given):
