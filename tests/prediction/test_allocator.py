@@ -26,26 +26,6 @@ def test_a_request_is_rounded_up_to_a_multiple_of_512_bytes(nbytes, size):
     assert CachingAllocator().malloc(nbytes).size == size
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "reserved"),
-    [
-        (1 * MIB, 2 * MIB),
-        (1 * MIB + 1, 20 * MIB),
-        (5 * MIB, 20 * MIB),
-        (10 * MIB - 512, 20 * MIB),
-        (10 * MIB - 511, 10 * MIB),  # rounded to 10 MiB before the segment is chosen
-        (10 * MIB, 10 * MIB),
-        (10 * MIB + 1, 12 * MIB),
-        (20 * MIB, 20 * MIB),
-        (1000 * MIB + 1, 1002 * MIB),
-    ],
-)
-def test_the_size_of_a_new_segment_follows_from_the_request(nbytes, reserved):
-    allocator = CachingAllocator()
-    allocator.malloc(nbytes)
-    assert allocator.reserved == reserved
-
-
 def test_a_free_11_mib_block_serves_10_5_mib_unsplit_and_counts_whole():
     allocator = CachingAllocator()
     allocator.malloc(9 * MIB)  # leaves 11 MiB of a 20 MiB segment
@@ -54,14 +34,6 @@ def test_a_free_11_mib_block_serves_10_5_mib_unsplit_and_counts_whole():
     assert (allocator.allocated, allocator.reserved) == (20 * MIB, 20 * MIB)
     allocator.free(block)
     assert allocator.allocated == 9 * MIB
-
-
-def test_at_the_limit_unused_segments_are_released_and_the_request_is_tried_again():
-    allocator = CachingAllocator(limit=100 * MIB)
-    first = allocator.malloc(60 * MIB)
-    allocator.free(first)
-    block = allocator.malloc(70 * MIB)
-    assert (block.size, allocator.reserved, allocator.peak_reserved) == (70 * MIB, 70 * MIB, 70 * MIB)
 
 
 def test_a_segment_in_partial_use_is_not_released_so_the_request_is_refused():
