@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from architectures import ARCHITECTURES, prepared
-from small import TinyLM, plain_loss, same_pass, seeded, state_of, tiny_batch, workload
+from small import TinyLM, plain_loss, same_gradients, same_pass, seeded, state_of, tiny_batch, workload
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -210,3 +210,26 @@ def test_a_fused_head_hands_out_gradients_and_leaves_grad_alone():
     loss.backward()
     assert seen == ["arrived"]
     torch.testing.assert_close(weight.grad, 2 * there)
+
+
+class WritesResult(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.layer(x)
+        y += 1
+        return y.sin_().sum()
+
+
+def test_the_program_may_write_into_the_result():
+    x, found = torch.randn(2, 3, 8, dtype=torch.float64), []
+    for names in ([], ["gradient_accumulation_fusion"]):
+        model = seeded(WritesResult).double()
+        fixes.apply_to_model(names, model)
+        for _ in range(2):
+            loss = model(x)
+            loss.backward()
+        found.append((loss.detach(), {name: one.grad for name, one in model.named_parameters()}))
+    same_gradients(*found, 1e-12)

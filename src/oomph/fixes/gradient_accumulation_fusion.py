@@ -111,7 +111,8 @@ class _LinearAccumulatingGrad(torch.autograd.Function):
             # The weight is saved, not its cast, which would be alive until backward.
             ctx.save_for_backward(cast if ctx.needs_input_grad[1] else None, weight)
             bias_cast = None if bias is None else bias.to(dtype)
-            return torch.nn.functional.linear(cast, weight.to(dtype), bias_cast)
+            # Detached: autograd lets nobody write into a view that a Function made.
+            return torch.nn.functional.linear(cast, weight.to(dtype), bias_cast).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
