@@ -196,3 +196,84 @@ def test_lists_in_a_list_are_one_list_of_blocks():
         torch.nn.ModuleList([*copy.deepcopy(level), torch.nn.Linear(32, 32)]) for _ in range(2)
     )
     assert block_names(model) == ["down.0.0", "down.0.1", "down.1.0", "down.1.1"]
+
+
+class Writing(torch.nn.Module):
+    """Autograd sees no view in the result of the product, and the caller writes what is returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.norm = torch.nn.Parameter(torch.randn(8, 8) / 3), torch.nn.BatchNorm1d(5)
+
+    def forward(self, x):
+        y = x @ self.weight
+        y += 1
+        z = y.sin_() @ self.weight
+        return z, (2 * z).sin() + self.norm(x)
+
+
+class Calling(torch.nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(block() for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            first, x = block(x)
+            first *= 3
+        return x
+
+
+@pytest.mark.parametrize("offloading", [[], ["activation_offloading:smallest=64"]])
+@pytest.mark.parametrize("keep", KEEP)
+def test_kept_results_that_are_written_are_computed_again_in_every_backward(keep, offloading):
+    found = []
+    for names in ([], [f"activation_checkpointing:keep={keep}", *offloading]):
+        model = seeded(lambda: Calling(Writing)).double()
+        fixes.apply_to_model(names, model)
+        loss = model(torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1)).double()).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        found.append((loss.detach(), {name: one.grad for name, one in model.named_parameters()}))
+    same_gradients(*found, 1e-12)
+
+
+class Counting(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x):
+        self.steps += 1
+        return x + 1, self.layer(x).sin() * self.steps.clone()
+
+
+class Adding(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, inputs):
+        inputs["x"] += 1
+        return None, self.layer(inputs["x"]).sin()
+
+
+class Keyword(Calling):
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(inputs={"x": x * 1})[1]
+        return x
+
+
+@pytest.mark.parametrize(
+    ("build", "written"),
+    [(lambda: Calling(Counting), "buffer 'steps' of a Counting"), (lambda: Keyword(Adding), "an argument")],
+)
+def test_a_block_that_writes_what_it_would_recompute_from_is_refused(build, written):
+    work = oomph.Workload(build, lambda device: torch.ones(3, 8, device=device), lambda m, x: m(x).sum())
+    assert fixes.propose(oomph.predict(work, gpu="h200"), work, only=("activation_checkpointing",)) == []
+    model = build()
+    fixes.apply_to_model("activation_checkpointing", model)
+    with pytest.raises(UserError, match=f"{written} was written after the forward of its block began"):
+        model(torch.ones(3, 8)).sum().backward()

@@ -73,7 +73,14 @@ def counted(run):
     return len(calls)
 
 
-@pytest.mark.parametrize("others", [[], *(["activation_checkpointing:keep=" + keep] for keep in KEEP)])
+@pytest.mark.parametrize(
+    "others",
+    [
+        [],
+        *(["activation_checkpointing:keep=" + keep] for keep in KEEP),
+        ["activation_checkpointing:keep=products", "activation_offloading:smallest=1"],
+    ],
+)
 def test_gradients_are_the_same_one_layer_computes_and_undo_restores_the_model(others, x):
     model = seeded(Model)
     before, state = gradients(model, loss, x), state_of(model)

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from oomph.errors import UserError
 from oomph.fixes.activation_offloading import BlockActivations, OffloadedTensor, ResidentTensor, current_block
 from oomph.fixes.journal import Journal, module_of
 from oomph.fixes.modules import chosen_blocks, disable_kv_cache, own_checkpointing, refuse_own_checkpointing
 from oomph.fixes.registry import Fix, FixContext, Target, check_choice
 from oomph.nn.blocks import blocks as blocks_of
-from oomph.torch_internals import TorchDispatchMode, tree_map_only
+from oomph.torch_internals import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    storage_id,
+    tree_leaves,
+    tree_map_only,
+)
 
 aten = torch.ops.aten
 # Its time grows with the square of the sequence, the size of its results (and their log-sum-exp) linearly.
@@ -79,12 +87,61 @@ class ActivationCheckpointing(Fix):
 def _checkpointed(forward: Callable[..., Any], *args: Any, keep: str, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    module = module_of(forward)
+    module, ops = module_of(forward), _KEPT_OPS[keep]
     norms = [each for each in (module.modules() if module is not None else ()) if _has_statistics(each)]
-    if keep == "nothing" and not norms:
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-    contexts = partial(_contexts, _KEPT_OPS[keep], norms)
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **_HOOKS_BYPASSED, **kwargs)
+    kept = _KeptResults(ops, current_block())
+    options: dict[str, Any] = {}
+    if torch.compiler.is_compiling():  # the compiler takes torch's policy alone, and follows writes itself
+        if ops or norms:
+            options = {"context_fn": partial(_policy_contexts, ops, norms), **_HOOKS_BYPASSED}
+    else:
+        others = [*(one for one in args if not isinstance(one, torch.Tensor)), *kwargs.values()]
+        forward = _Unchanged(forward, module, norms, others)
+        if ops or norms:
+            options = {"context_fn": partial(_contexts, kept, norms)}
+    result = checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+    kept.pack(result)
+    return result
+
+
+class _Unchanged:
+    """A block's forward that refuses to run again on buffers or arguments that were written since.
+
+    Of tensors that are given by position, autograd checks that: `arguments` are the others.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        module: nn.Module | None,
+        norms: Sequence[nn.Module],
+        arguments: Sequence[Any],
+    ) -> None:
+        self._forward = forward
+        self._arguments = [
+            (leaf, leaf._version)
+            for leaf in tree_leaves(arguments)
+            if isinstance(leaf, torch.Tensor) and not leaf.is_inference()
+        ]
+        self._buffers = [
+            (owner, name, buffer, buffer._version)
+            for owner in (module.modules() if module is not None else ())
+            if owner._buffers and owner not in norms
+            for name, buffer in owner._buffers.items()
+            if buffer is not None and not buffer.is_inference()
+        ]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        written = ["an argument" for leaf, version in self._arguments if leaf._version != version]
+        for owner, name, buffer, version in self._buffers:
+            if owner._buffers.get(name) is not buffer or buffer._version != version:
+                written.append(f"buffer {name!r} of a {type(owner).__name__}")
+        if written:
+            raise UserError(
+                f"fix 'activation_checkpointing': {written[0]} was written after the forward of its block "
+                "began, so backward would recompute other numbers; name other blocks=[...]"
+            )
+        return self._forward(*args, **kwargs)
 
 
 def _has_statistics(module: nn.Module) -> bool:
@@ -92,68 +149,141 @@ def _has_statistics(module: nn.Module) -> bool:
     return module.training and bool(getattr(module, "track_running_stats", False))
 
 
-def _contexts(kept: set[Any], norms: Sequence[nn.Module]) -> tuple[Any, Any]:
+def _contexts(kept: _KeptResults, norms: Sequence[nn.Module]) -> tuple[Any, Any]:
     """Of the forward pass and of the recomputation, which does not update running statistics again."""
+    first: Any = _Keep(kept) if kept.ops else contextlib.nullcontext()
+    again: Any = _Reuse(kept) if kept.ops else contextlib.nullcontext()
+    return first, _WithoutStatistics(again, norms) if norms else again
+
+
+def _policy_contexts(ops: set[Any], norms: Sequence[nn.Module]) -> tuple[Any, Any]:
     first: Any = contextlib.nullcontext()
     again: Any = contextlib.nullcontext()
-    block = current_block()
-    if kept and block is not None:
-        saved: list[Any] = []
-        first, again = _KeptResults(kept, saved, block), _ReusedResults(kept, saved, block)
-    elif kept:
-        first, again = create_selective_checkpoint_contexts(partial(_save, kept))
-    return first, _without_statistics(again, norms) if norms else again
+    if ops:
+        first, again = create_selective_checkpoint_contexts(partial(_save, ops))
+    return first, _WithoutStatistics(again, norms) if norms else again
 
 
-@contextlib.contextmanager
-def _without_statistics(inner: Any, norms: Sequence[Any]) -> Iterator[None]:
-    """With a momentum of 0 the statistics stay, and as many tensors are saved as in the first pass."""
-    before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
-    for norm in norms:
-        norm.momentum, norm.num_batches_tracked = 0.0, None
-    try:
-        with inner:
-            yield
-    finally:
-        for norm, (momentum, batches) in zip(norms, before, strict=True):
-            norm.momentum, norm.num_batches_tracked = momentum, batches
+class _WithoutStatistics:
+    """`inner`, in which running statistics stay as they are: with a momentum of 0, as many tensors are saved
+    as in the first pass. Entered once for every backward pass."""
 
+    def __init__(self, inner: Any, norms: Sequence[Any]) -> None:
+        self._inner, self._norms = inner, norms
 
-class _BlockResults(TorchDispatchMode):
-    def __init__(self, ops: set[Any], saved: list[Any], block: BlockActivations) -> None:
-        super().__init__()
-        self._ops, self._saved, self._block = ops, saved, block
-
-
-class _KeptResults(_BlockResults):
-    """In forward: the results of `ops` go where a block's activations go. torch's policy keeps them on the
-    device, beyond the reach of hooks."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = func(*args, **(kwargs or {}))
-        if func in self._ops:
-            self._saved.append(results)
-        return results
+    def __enter__(self) -> None:
+        self._before = [(norm.momentum, norm.num_batches_tracked) for norm in self._norms]
+        for norm in self._norms:
+            norm.momentum, norm.num_batches_tracked = 0.0, None
+        self._inner.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._saved[:] = tree_map_only(torch.Tensor, self._block.pack, self._saved)
+        try:
+            self._inner.__exit__(*error)
+        finally:
+            for norm, (momentum, batches) in zip(self._norms, self._before, strict=True):
+                norm.momentum, norm.num_batches_tracked = momentum, batches
 
 
-class _ReusedResults(_BlockResults):
-    """In the recomputation: these come back instead of being computed, in the same order."""
+class _KeptResults:
+    """Results of `ops` in the forward of a block, which its recomputation takes instead of computing them.
+
+    They go where the block's activations go. torch's own policy keeps them on the device, beyond the reach of
+    hooks, and reuses what was written since where autograd sees no view, as in the result of a 3-D matmul.
+    """
+
+    def __init__(self, ops: set[Any], block: BlockActivations | None) -> None:
+        self.ops = ops
+        self._results: list[tuple[Any, Any]] = []  # op and results in order; None: to be computed
+        self._pack = _resident if block is None else block.pack
+        self._unpack = _value if block is None else block.unpack
+
+    def draws(self, op: Any, args: Any, kwargs: Any) -> bool:
+        """Whether it advances the random numbers, which those after it depend on."""
+        given = dict(zip((one.name for one in op._schema.arguments), args, strict=False)) | kwargs
+        return bool(given.get("dropout_p"))
+
+    def add(self, op: Any, results: Any) -> None:
+        self._results.append((op, results))
+
+    def forget(self, written: Any) -> None:
+        """The memory of these tensors is written, or may be."""
+        storages = _storages(written)
+        for number, (op, results) in enumerate(self._results):
+            if not storages.isdisjoint(_storages(results)):
+                self._results[number] = op, None
+
+    def pack(self, result: Any) -> None:
+        """After the forward. The program may write what the block returns."""
+        if self._results:
+            self.forget(result)
+            self._results = tree_map_only(torch.Tensor, self._pack, self._results)
+
+    def take(self, number: int, op: Any) -> Any:
+        """Once: what it computes from then on belongs to the recomputation."""
+        expected, packed = self._results[number]
+        if op is not expected:
+            raise UserError(
+                "fix 'activation_checkpointing': a block recomputes other ops in backward than it ran in "
+                "forward; use keep=nothing"
+            )
+        self._results[number] = op, None
+        kinds = (ResidentTensor, OffloadedTensor)
+        return tree_map_only(kinds, self._unpack, packed, is_leaf=lambda leaf: isinstance(leaf, kinds))
+
+
+def _resident(tensor: torch.Tensor) -> ResidentTensor:
+    with torch.no_grad():
+        return ResidentTensor(tensor.detach(), tensor._version)
+
+
+def _value(saved: Any) -> torch.Tensor:
+    return saved.tensor()
+
+
+def _storages(tree: Any) -> set[int]:
+    found: set[int] = set()
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor) and is_traceable_wrapper_subclass(leaf):
+            found |= _storages([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])  # type: ignore[attr-defined]
+        elif isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+            found.add(storage_id(leaf.untyped_storage()))
+    return found
+
+
+class _Keep(TorchDispatchMode):
+    def __init__(self, kept: _KeptResults) -> None:
+        super().__init__()
+        self._kept = kept
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        results = func(*args, **kwargs)
+        if func in self._kept.ops:
+            if not self._kept.draws(func, args, kwargs):
+                self._kept.add(func, results)
+        elif func._schema.is_mutable:
+            given = zip(func._schema.arguments, args, strict=False)
+            written = [one for argument, one in given if argument.is_write]
+            self._kept.forget([*written, *kwargs.values()])
+        return results
+
+
+class _Reuse(TorchDispatchMode):
+    def __init__(self, kept: _KeptResults) -> None:
+        super().__init__()
+        self._kept = kept
 
     def __enter__(self) -> Any:
-        packed = (ResidentTensor, OffloadedTensor)
-        self._next = iter(
-            tree_map_only(
-                packed, self._block.unpack, self._saved, is_leaf=lambda leaf: isinstance(leaf, packed)
-            )
-        )
+        self._next = count()
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return next(self._next) if func in self._ops else func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        results = None
+        if func in self._kept.ops and not self._kept.draws(func, args, kwargs):
+            results = self._kept.take(next(self._next), func)
+        return func(*args, **kwargs) if results is None else results
 
 
 # What the policy saves bypasses saved-tensor hooks; from torch 2.15 on that has to be said.

@@ -35,7 +35,7 @@ _METADATA = frozenset(
 )
 # Functions that read only metadata of their second argument.
 _LIKE_ANOTHER = frozenset(("to", "type_as", "expand_as", "view_as", "reshape_as"))
-_SELECTIVE_CHECKPOINT = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
+_SELECTIVE_CHECKPOINT = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode", "_Keep", "_Reuse")
 
 
 class SharedRotaryEmbedding(Fix):
