@@ -333,3 +333,16 @@ def test_of_two_fixes_that_cost_no_time_the_one_that_pins_no_host_memory_is_used
     )
     plan = oomph.fit(workload, gpu="h200", max="71GiB")  # of 72.6, which activation_offloading also lowers
     assert [use.fix for use in plan.fixes] == ["shared_buffers"]
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_fix_that_is_not_needed_is_left_out_where_it_saves_less_time_than_times_are_off():
+    workload = oomph.Workload(
+        model=lambda: Model([Block(256, 1024) for _ in range(2)], 32000, 256),
+        batch=lambda device: torch.zeros(8192, 8, dtype=torch.long, device=device),
+        loss=lambda model, ids: nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten()),
+        autocast="bfloat16",
+    )
+    plan = oomph.fit(workload, gpu="h200", max="20GiB")
+    assert plan.fits
+    assert [use.fix for use in plan.fixes] == ["fused_linear_cross_entropy"]  # not fused_optimizer: 1 %

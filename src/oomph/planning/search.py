@@ -60,7 +60,8 @@ PhaseMemory = Mapping[str, Mapping[str, int]]
 Groups = tuple[tuple[Proposal, ...], ...]
 
 # Limits of the search. They are guesses, checked together: with them `fit` finds a plan as fast as the best
-# of all sets in every row of benchmarks/results/fit_quality.csv, and takes the times of fit_time.csv.
+# of all sets in every row of benchmarks/results/fit_quality.csv, and takes the times of fit_time.csv. Those
+# rows are from before _TIME_ERROR, by which plans without needless fixes may be slower.
 # "x ...": what the number is a factor of.
 _MAX_PREDICTED_SETS = 6  # After so many full predictions the search ends with the best set.
 _MAX_JOINT_ESTIMATES = 10  # After so many joint estimates, sets are estimated from their single fixes only.
@@ -72,6 +73,7 @@ _DROP_FIXES_BELOW = 0.99  # x limit: fixes are dropped from a set while its esti
 _MAX_REDUCED_ERROR = 0.02  # x peak: if two blocks give a peak that is farther off, all blocks are predicted.
 _MIN_SAVING = 0.005  # x peak: a fix that saves less in every part of the step is left out.
 _SAME_TIME = 0.005  # x step time: sets whose times differ by less are ordered by the number of fixes.
+_TIME_ERROR = 0.02  # x step time: the median error of predicted times in benchmarks/results/fixes.csv.
 _SHOW_BELOW_MEMORY = 0.85  # x memory of a faster set: an estimated set is listed only if it needs less.
 
 _ACTIVATION_FIXES = ("activation_checkpointing", "activation_offloading")
@@ -660,12 +662,12 @@ class _Search:
     def _is_free(self, option: _Option) -> bool:
         return option.seconds <= (1 + _SAME_TIME) * self.seconds
 
-    def _is_faster(self, option: _Option) -> bool:
-        return option.seconds < (1 - _SAME_TIME) * self.seconds
+    def _is_faster(self, option: _Option, by: float = _SAME_TIME) -> bool:
+        return option.seconds < (1 - by) * self.seconds
 
     def _without_needless(self, one: _FixSet) -> _FixSet:
-        """Without fixes that are estimated not to be needed and do not make the step faster; first without
-        those that pin host memory, then without those that save least."""
+        """Without fixes that are estimated not to be needed and make the step faster by no more than times
+        are off; first without those that pin host memory, then without those that save least."""
 
         def estimate(options: Sequence[_Option]) -> _Estimate:
             return _combined(self.base.estimate, [option.estimate for option in options])
@@ -678,7 +680,7 @@ class _Search:
 
         for option in sorted(one.options, key=order, reverse=True):
             rest = [each for each in needed if each is not option]
-            if not rest or self._is_faster(option):
+            if not rest or self._is_faster(option, by=_TIME_ERROR):
                 continue
             if scale * self._reserved(estimate(rest)) <= _DROP_FIXES_BELOW * self.limit:
                 needed = rest
