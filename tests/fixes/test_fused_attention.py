@@ -222,6 +222,8 @@ def test_a_mask_that_is_written_or_loaded_later_is_not_causal_any_more(calls):
 
 MASKS = {
     "arange": lambda t: torch.arange(t)[:, None] < torch.arange(t),
+    "named arange": lambda t: torch.arange(start=0, end=t)[:, None] < torch.arange(start=0, end=t),
+    "later arange": lambda t: torch.arange(start=1, end=t + 1)[:, None] < torch.arange(start=0, end=t),
     "triu": lambda t: torch.ones(t, t).triu(1) == 1,
     "not of tril": lambda t: ~torch.ones(1, t, t, dtype=torch.bool).tril(),
     "window": lambda t: torch.ones(t, t).tril().triu(-3) == 0,
@@ -232,7 +234,7 @@ MASKS = {
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_made_in_forward(name, calls):
     compare(lambda m, q, k, v, p: (q @ k.mT).masked_fill(MASKS[name](q.shape[2]), -1e9).softmax(-1) @ v)
-    assert calls[0]["causal"] == (name in ("arange", "triu", "not of tril"))
+    assert calls[0]["causal"] == (name in ("arange", "named arange", "triu", "not of tril"))
 
 
 def test_under_autocast(calls):

@@ -84,8 +84,11 @@ def _read(buffer: weakref.ref[Tensor]) -> Tensor | None:
 
 def _new(name: str, args: Args, kwargs: Kwargs, made: Tensor) -> Constant | None:
     if name == "arange":
-        options = {"dtype": made.dtype, "device": "cpu"}
-        return Constant(f"arange{args} {made.dtype}", partial(torch.arange, *args, **options))
+        bounds = {key: kwargs[key] for key in ("start", "end", "step") if key in kwargs}
+        if any(isinstance(one, Tensor) for one in (*args, *kwargs.values())):
+            return None
+        options = {**bounds, "dtype": made.dtype, "device": "cpu"}
+        return Constant(f"arange{args} {options}", partial(torch.arange, *args, **options))
     value: Any = _FILLED_WITH.get(name)
     if name in _FILL_ARGUMENT:
         named = kwargs.get("fill_value", kwargs.get("data"))
