@@ -243,7 +243,8 @@ def find(text: str) -> GPU:
     if family:
         raise UserError(f"GPU {text!r} is ambiguous: {', '.join(card.name for card in family)}; {_HINT}")
     if text.strip().isdigit():
-        raise UserError(f"GPU {text!r} has no unit; for a card of that size: {text.strip()}GiB; {_HINT}")
+        size = f"; for a card of that size: {text.strip()}GiB" if int(text) else ""
+        raise UserError(f"GPU {text!r} has no unit{size}; {_HINT}")
     near = _nearest(key)
     raise UserError(f"unknown GPU {text!r}{'; nearest: ' + ', '.join(near) if near else ''}; {_HINT}")
 

@@ -80,6 +80,7 @@ cases(
     ("predict p.py --sizes Q=3", "give whole numbers for B, T, H, W"),
     ("predict p.py --stpes 4 -- --lr 3", "No such option: --stpes; the nearest is --steps"),
     ("fit p.py --gpu 8GiB --out f.json -- --lr 3", "No such option: --out. Options of the script come"),
+    ("predict p.py --batch 4", "No such option: --batch. Options of the script come after --"),
     ("predict p.py B=4 --gpu 8GiB", "'B=4' would be an argument of the script; these come after --"),
     ("predict --json -m p --sizes B=4 lr=1 -- --b", "'lr=1' would be an argument of the script"),
     ("run --fix activation_checkpointing uses_gpu.py", "uses_gpu.py:2 uses CUDA, and there is no GPU here"),
@@ -101,6 +102,7 @@ cases(
     ("rtx3091", "unknown GPU 'rtx3091'; nearest: rtx3090"),
     ("a100", "ambiguous"),
     ("24", "GPU '24' has no unit; for a card of that size: 24GiB"),
+    ("0", "GPU '0' has no unit; `oomph gpus` lists every name"),
     ("24G", "size '24G' is ambiguous; write 24GiB (powers of 1024) or 24GB"),
     ("'\x1b[31mh100'", r"unknown GPU '\x1b[31mh100'"),
 )
@@ -133,7 +135,11 @@ cases(
     ("p.py:okay", "p.py has no 'okay'; did you mean 'ok'"),
     ("p.py:zzz", "p.py has no 'zzz'; it defines"),
     ("uses_gpu.py:model", "uses_gpu.py:2 uses the GPU while uses_gpu.py is imported, as a script does"),
-    ("x.py:zzz", "x.py has no 'zzz'; it defines nothing that could be a target", ""),
+    (
+        "x.py:zzz",
+        "x.py has no 'zzz'; it defines nothing that could be a target; `oomph predict x.py` predicts",
+        "",
+    ),
     ("p.py:a_dict", "is a dict; give a Workload, or a function of no arguments"),
     ("p.py:AClass", "is the class AClass"),
     ("p.py:a_model", "is a model (Linear)"),

@@ -67,3 +67,8 @@ def test_without_a_gpu_nothing_is_recorded_and_predict_is_named(tmp_path, monkey
     Path("train.py").write_text(f"import torch\n{made}\n")
     assert run(["run", "--fix", "fused_optimizer", "train.py"]) == 0
     assert "no memory is recorded, because there is no GPU" in capsys.readouterr().err
+
+
+def test_a_missing_script_is_not_answered_with_workloads(capsys):
+    assert run(["run", "nowhere.py"]) == 2
+    assert capsys.readouterr().err.endswith("does not exist; give a script, as train.py\n")

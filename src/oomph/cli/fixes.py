@@ -129,8 +129,6 @@ def run_verify(
     as_json: Json = False,
 ) -> int:
     """Check fixes on the CPU. Exit status 1 if loss or gradients change."""
-    from oomph.fixes import uses_of, verify
-    from oomph.prediction.isolation import run_isolated
     from oomph.training.config import is_override
 
     overrides = [word for word in words or () if is_override(word)]
@@ -138,7 +136,11 @@ def run_verify(
     check_target(target, overrides)
     if not fixes:
         raise UserError("verify needs a fix: oomph verify TARGET FIX ...; `oomph fixes` lists them")
-    parsed, uses = parse_sizes(sizes), uses_of(fixes)
+    parsed = parse_sizes(sizes)
+    from oomph.fixes import uses_of, verify
+    from oomph.prediction.isolation import run_isolated
+
+    uses = uses_of(fixes)
 
     def run(progress: Progress) -> Verification:
         with open_target(target, overrides) as opened:

@@ -185,11 +185,10 @@ def _options(command: str) -> list[str]:
 
 
 def _check_options(arguments: Sequence[str]) -> None:
-    """Options before `--` are ours, each given once. Without it, one that is nearly ours is misspelt."""
+    """Options before `--` are ours, each given once."""
     if not arguments or arguments[0] not in ("predict", "diagnose", "fixes", "fit", "measure"):
         return
-    separated = "--" in arguments
-    ours = arguments[1 : arguments.index("--")] if separated else arguments[1:]
+    ours = arguments[1 : arguments.index("--")] if "--" in arguments else arguments[1:]
     for each in _command().commands[arguments[0]].params:
         given = [word for word in ours if word.startswith("--") and word.partition("=")[0] in each.opts]
         if len(given) > 1 and not each.multiple and not each.is_flag:
@@ -210,7 +209,7 @@ def _check_options(arguments: Sequence[str]) -> None:
         if name not in options and name in _options("predict"):
             raise UserError(f"`oomph {arguments[0]}` has no option {name}")
         close = difflib.get_close_matches(name, options, n=1, cutoff=0.8)
-        if name.startswith("--") and name not in options and (separated or close):
+        if name.startswith("--") and name not in options:
             nearest = f"; the nearest is {close[0]}" if close else ""
             raise UserError(f"No such option: {name}{nearest}. Options of the script come after --")
 

@@ -59,7 +59,7 @@ def run_script(
         options = replace(options, overrides=options.overrides[1:])
     name = options.target
     if module is None:
-        check_python_file(name)
+        check_python_file(name, "give a script, as train.py")
     check_output_file("--html", html, "report.html")
     import torch
 

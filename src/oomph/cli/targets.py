@@ -272,6 +272,7 @@ def _attribute(module: ModuleType, name: str, source: str) -> Any:
         homes = (module.__name__, "oomph.workload")
         own = [known for known, value in public.items() if getattr(value, "__module__", None) in homes]
         hint = f"it defines {', '.join(own[:8])}" if own else "it defines nothing that could be a target"
+        hint += f"; `oomph predict {source}` predicts the whole script" if _is_file(source) else ""
     raise UserError(f"{source} has no {name!r}; {hint}")
 
 
@@ -303,15 +304,15 @@ def _is_file(source: str) -> bool:
     return source.endswith(".py") or "/" in source or "\\" in source
 
 
-def check_python_file(source: str) -> None:
+def check_python_file(source: str, valid: str = VALID) -> None:
     path = Path(source)
     if not path.is_file():
         what = "is a directory" if path.is_dir() else "does not exist"
         if path.is_symlink():
             what = "is a symbolic link to nothing"
-        raise UserError(f"file {source!r} {what}{_nearest_file(path)}; {VALID}")
+        raise UserError(f"file {source!r} {what}{_nearest_file(path)}; {valid}")
     if path.suffix != ".py":
-        raise UserError(f"file {source!r} is not a Python file; {VALID}")
+        raise UserError(f"file {source!r} is not a Python file; {valid}")
     if not os.access(path, os.R_OK):
         raise UserError(f"file {source!r} cannot be read: Permission denied")
 
