@@ -112,6 +112,7 @@ def test_a_click_in_the_chart_shows_what_is_alive_then(opened):
     at_peak = text(opened, "#moment").split()[0]
     opened.click("#memory-chart", x=0.08)
     assert "before the first step" in text(opened, "#moment")
+    assert " of layers.{0.." in text(opened, "#table")  # the parameters of the first layers
     assert text(opened, "#moment").split()[0] != at_peak
     opened.value("document.getElementById('memory-chart').focus()")
     before = opened.value("document.getElementById('memory-chart').getAttribute('aria-valuenow')")

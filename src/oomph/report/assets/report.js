@@ -76,16 +76,21 @@ function visible(run, moment) {
   return found;
 }
 
-// The same by tensor, module or line: { key, row, ops, site, bytes, count, stages }.
+// The same by tensor, module or line: { key, row, ops, modules, site, bytes, count, stages }.
 function entries(run, moment, view) {
   const found = new Map();
   for (const { rowIndex, row, op, module, site, bytes, count } of visible(run, moment)) {
     const key = view === "tensors" ? rowIndex : view === "modules" ? module : site ? site[0] : "";
-    if (!found.has(key)) found.set(key, { key, row, ops: new Set(), site, bytes: 0, count: 0, stages: new Array(data.stages.length).fill(0) });
+    if (!found.has(key)) found.set(key, { key, row, ops: new Set(), modules: new Set(), site, bytes: 0, count: 0, stages: new Array(data.stages.length).fill(0) });
     const one = found.get(key);
-    one.ops.add(op); one.bytes += bytes; one.count += count; one.stages[row[4]] += bytes;
+    one.ops.add(op); one.modules.add(module); one.bytes += bytes; one.count += count; one.stages[row[4]] += bytes;
   }
   return [...found.values()];
+}
+// A row names its modules of all moments.
+function modulesAlive(run, one) {
+  const all = new Set(run.groups.filter(([row]) => row === one.key).map((group) => group[1])), alive = one.modules.size;
+  return alive === 1 ? [...one.modules][0] : alive < all.size ? `${alive} of ${one.row[2]}` : one.row[2];
 }
 const mainStage = (one) => one.stages.indexOf(Math.max(...one.stages));
 
@@ -348,7 +353,7 @@ function drawAlive() {
       document.querySelector(`[data-sort="${key}"]`).focus();
     } }, label)) : el("th", { "aria-hidden": true })));
   document.getElementById("table").replaceChildren(
-    el("table", {}, el("thead", {}, head), el("tbody", {}, shown.map((one) => aliveRow(one, most, total)))),
+    el("table", {}, el("thead", {}, head), el("tbody", {}, shown.map((one) => aliveRow(run, one, most, total)))),
     found.length > shown.length ? el("button", { class: "more", onclick: () => { state.all = true; drawAlive(); } }, `Show all ${found.length.toLocaleString("en")}`) : "",
     found.length ? "" : el("p", { class: "soft" }, "Nothing matches."));
   const map = document.getElementById("map");
@@ -356,7 +361,7 @@ function drawAlive() {
   if (map.style.display !== "none") drawMap(run);
 }
 
-function aliveRow(one, most, total) {
+function aliveRow(run, one, most, total) {
   const cells = [
     el("td", { class: "num" }, el("b", {}, size(one.bytes)), el("small", {}, share(one.bytes, total))),
     el("td", { class: "share" }, el("div", { class: "meter" }, el("i", { style: { width: Math.max(1, 100 * one.bytes / most) + "%", background: `var(--s${mainStage(one)})` } }))),
@@ -365,7 +370,7 @@ function aliveRow(one, most, total) {
   if (state.view === "tensors") cells.push(
     el("td", { class: "mono num" }, one.row[0] || "–", el("small", {}, one.row[1])), el("td", { class: "mono ops", title: [...one.ops].join(", ") }, [...one.ops].join(", ")),
     el("td", {}, el("span", { style: { whiteSpace: "nowrap" } }, dot(one.row[4]), " ", data.stages[one.row[4]])),
-    el("td", { class: "wrap" }, one.site ? siteCell(one.site) : "", one.row[2] ? el("small", {}, "in " + one.row[2]) : ""));
+    el("td", { class: "wrap" }, one.site ? siteCell(one.site) : "", one.row[2] ? el("small", {}, "in " + modulesAlive(run, one)) : ""));
   else if (state.view === "modules") cells.push(el("td", { class: "mono wrap" }, one.key || "(outside modules)"));
   else cells.push(el("td", { class: "wrap" }, one.site ? siteCell(one.site) : "(no source line)"));
   return el("tr", {}, cells);
