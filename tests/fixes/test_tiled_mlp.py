@@ -95,6 +95,16 @@ def test_what_cannot_be_tiled_is_left_out_of_the_proposal():
     assert "not predicted" not in proposal.note
 
 
+class CountingMLP(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+        self.register_buffer("runs", torch.zeros(1))
+
+    def forward(self, x):
+        self.runs += 1
+        return super().forward(x)
+
+
 class NotTileable(nn.Module):
     def __init__(self):
         super().__init__()
@@ -103,6 +113,8 @@ class NotTileable(nn.Module):
         self.hooked = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
         self.hooked[1].register_forward_hook(lambda *_: None)
         self.mixing = Mixing()
+        self.writing = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 32), nn.Linear(32, 8))
+        self.counting = CountingMLP()
         self.two = nn.Bilinear(8, 8, 8)
         self.replaced = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
         self.replaced.forward = lambda x: x
@@ -116,6 +128,8 @@ class NotTileable(nn.Module):
         ("normed", "normed: batch norm"),
         ("hooked", "hooked: 1 has hooks, which would run once per tile"),
         ("mixing", "mixing is not a function of single tokens, so it has no tiles"),
+        ("writing", "writing cannot be run on single tokens: the function writes into its tokens"),
+        ("counting", "a CountingMLP would write a buffer for every tile"),
         ("two", "two: its forward does not take exactly one argument"),
         ("replaced", "replaced: its forward was replaced already"),
         ("nowhere", "the model has no module 'nowhere'; did you mean 'normed'"),

@@ -19,6 +19,7 @@ from oomph.fixes.journal import Journal, module_of
 from oomph.fixes.modules import chosen_blocks, disable_kv_cache, own_checkpointing, refuse_own_checkpointing
 from oomph.fixes.registry import Fix, FixContext, Target, check_choice
 from oomph.nn.blocks import blocks as blocks_of
+from oomph.ops.common import version_of
 from oomph.torch_internals import (
     TorchDispatchMode,
     is_traceable_wrapper_subclass,
@@ -119,22 +120,20 @@ class _Unchanged:
     ) -> None:
         self._forward = forward
         self._arguments = [
-            (leaf, leaf._version)
-            for leaf in tree_leaves(arguments)
-            if isinstance(leaf, torch.Tensor) and not leaf.is_inference()
+            (leaf, version_of(leaf)) for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)
         ]
         self._buffers = [
-            (owner, name, buffer, buffer._version)
+            (owner, name, buffer, version_of(buffer))
             for owner in (module.modules() if module is not None else ())
             if owner._buffers and owner not in norms
             for name, buffer in owner._buffers.items()
-            if buffer is not None and not buffer.is_inference()
+            if buffer is not None
         ]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        written = ["an argument" for leaf, version in self._arguments if leaf._version != version]
+        written = ["an argument" for leaf, version in self._arguments if version_of(leaf) != version]
         for owner, name, buffer, version in self._buffers:
-            if owner._buffers.get(name) is not buffer or buffer._version != version:
+            if owner._buffers.get(name) is not buffer or version_of(buffer) != version:
                 written.append(f"buffer {name!r} of a {type(owner).__name__}")
         if written:
             raise UserError(

@@ -26,7 +26,7 @@ from oomph.errors import UserError
 from oomph.fixes.journal import Journal, WrappedForward, module_of
 from oomph.fixes.modules import modules_with_code
 from oomph.fixes.registry import Fix
-from oomph.ops.common import is_fake, no_compile, refuse_second_derivatives
+from oomph.ops.common import is_fake, no_compile, refuse_second_derivatives, version_of
 from oomph.torch_internals import (
     DisableTorchFunctionSubclass,
     OpOverload,
@@ -160,7 +160,7 @@ class Expression:
                     own.append(each)
         inputs = {id(tensor): (tensor, version) for parent in parents for tensor, version in parent._inputs}
         for tensor in own:
-            inputs.setdefault(id(tensor), (tensor, _version(tensor)))
+            inputs.setdefault(id(tensor), (tensor, version_of(tensor)))
         self._inputs = tuple(inputs.values())
         self._parents = tuple(parents)
         self.grad_enabled = torch.is_grad_enabled()
@@ -208,7 +208,7 @@ class Expression:
         return self._value is not None or any(parent.computed for parent in self._parents)
 
     def check_unchanged(self) -> None:
-        if any(_version(tensor) != version for tensor, version in self._inputs):
+        if any(version_of(tensor) != version for tensor, version in self._inputs):
             raise UserError(
                 f"{self.subject} is read after a tensor that it is computed from was changed in place "
                 "(by an optimizer step?); read it before, or keep a clone"
@@ -269,10 +269,6 @@ def autocast_as(device: torch.device, dtype: torch.dtype | None) -> contextlib.A
     if _autocast_dtype(device) == dtype:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype or torch.get_autocast_dtype(device.type), dtype is not None)
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _program_view() -> Callable[[], contextlib.AbstractContextManager[Any]]:

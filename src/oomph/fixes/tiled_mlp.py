@@ -19,7 +19,7 @@ from oomph.fixes.journal import Journal, WrappedForward, module_of
 from oomph.fixes.modules import chosen_modules
 from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.nn.mlp import GatedMLP, TiledMLP as TiledMLPModule
-from oomph.ops.common import no_compile
+from oomph.ops.common import no_compile, version_of
 from oomph.ops.mlp import (
     MLPWeights,
     NotRecognised,
@@ -222,7 +222,11 @@ def _tiled(
         """With [1, rows, features] for [rows, features]: many take batches of sequences only."""
         return call(rows.unsqueeze(0)).squeeze(0) if x.dim() == 3 else call(rows)
 
-    return tiled_mlp(on_rows, x, tile=tile, memory_budget=memory_budget, parameters=parameters)
+    buffers = [(buffer, version_of(buffer)) for buffer in module.buffers()]
+    result = tiled_mlp(on_rows, x, tile=tile, memory_budget=memory_budget, parameters=parameters)
+    if any(version_of(buffer) != version for buffer, version in buffers):
+        raise UserError(f"fix 'tiled_mlp': a {type(module).__name__} would write a buffer for every tile")
+    return result
 
 
 def _weights(module: nn.Module) -> MLPWeights:
@@ -253,11 +257,15 @@ def _try(mlp: MLP, first: Tensor) -> None:
             width = _in_and_out(inner)[0]
             break
     x = torch.randn(1, _TRIAL_TOKENS, width, generator=torch.Generator().manual_seed(0)).to(first)
+    buffers = [(buffer, buffer.clone()) for part in mlp.parts for buffer in part.buffers()]
     with torch.random.fork_rng(devices=()), torch.no_grad():
         try:
             whole, tiled = method(x), _tiled(method, x, method=mlp.method, tile=2)
         except Exception as error:
             raise UserError(f"fix 'tiled_mlp': {mlp.name} cannot be run on single tokens: {error}") from error
+        finally:
+            for buffer, before in buffers:
+                buffer.copy_(before)
     same_form = isinstance(whole, Tensor) and whole.shape == tiled.shape and whole.dtype == tiled.dtype
     tolerance = _TOLERANCE.get(x.dtype, 1e-4)
     if not same_form or (tiled - whole).abs().max() > tolerance * whole.abs().max():

@@ -56,6 +56,11 @@ def is_number(given: Any) -> bool:
     return isinstance(given, Real) and not isinstance(given, bool) and abs(given) <= largest  # type: ignore[operator]
 
 
+def version_of(tensor: Tensor) -> int:
+    """How often its memory was written; inference tensors do not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def check_whole(least: int = 1, why: str = "", **numbers: object) -> None:
     for name, given in numbers.items():
         if isinstance(given, bool) or not isinstance(given, int) or not least <= given < 2**31:

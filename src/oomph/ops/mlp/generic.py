@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from oomph.errors import ArgumentError
-from oomph.ops.common import OpFunction, refuse_second_derivatives, wide_dtype
+from oomph.ops.common import OpFunction, refuse_second_derivatives, version_of, wide_dtype
 from oomph.ops.mlp.autograd import spans
 
 AutocastSettings = list[tuple[str, torch.dtype, bool]]
@@ -90,11 +90,13 @@ class _CheckpointInTiles(OpFunction):
         ctx.save_for_backward(x, *parameters)
         ctx.tiled, ctx.parameters = tiled, parameters
         x_ND = x.detach().reshape(x.shape[:-1].numel(), x.shape[-1])
-        out = None
+        out, version = None, version_of(x_ND)
         for start, stop in spans(x_ND.shape[0], tiled.tile):
             if with_backward:
                 tiled.generators.append(_generator_states(x))
             part = tiled(x_ND[start:stop])
+            if version_of(x_ND) != version:
+                raise ArgumentError("the function writes into its tokens, which backward needs as they were")
             if out is None:
                 out = part.new_empty(x_ND.shape[0], *part.shape[1:])
             out[start:stop] = part

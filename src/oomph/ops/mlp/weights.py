@@ -179,9 +179,12 @@ def _find_formula(module: nn.Module, layers: Sequence[Any]) -> tuple[tuple[int, 
     x = random(2, 4, 5) * torch.tensor([0.1, 1.0, 30.0, 1000.0], dtype=torch.float64, device="cpu")[:, None]
     try:
         replaced = dict(zip(layers, small, strict=True))
-        result = type(module).forward(_copy_with(module, replaced), x)
+        given = x.clone()
+        result = type(module).forward(_copy_with(module, replaced), given)
     except Exception:
         return None  # it takes other arguments, or depends on its sizes
+    if not torch.equal(given, x):  # it is to change its argument
+        return None
     if not isinstance(result, Tensor) or (result.shape, result.dtype) != (x.shape, x.dtype):
         return None
     for order in itertools.permutations(range(len(layers))):
