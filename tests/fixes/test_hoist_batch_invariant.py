@@ -277,6 +277,38 @@ def test_no_write_changes_other_rows(name):
         WRITES[name](X * 2)
 
 
+class Slopes(nn.Module):
+    """The derivative of a field at coordinates, as physics-informed networks have it."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.field, self.inside = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)), inside
+
+    def forward(self, places):
+        if not self.inside:
+            return self.field(places)
+        places = places.expand(5, -1, -1) * 1
+        return torch.autograd.grad(self.field(places).sum(), places, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("as_leaf", [True, False])
+def test_the_gradient_of_every_row_that_the_caller_gives_is_its_own(as_leaf):
+    model, found = seeded(lambda: Slopes(False)), []
+    for names in ([], ["hoist_batch_invariant"]):
+        fixes.apply_to_model(names, model)
+        places = torch.rand(1, 6, 2, generator=torch.Generator().manual_seed(0))
+        rows = places.expand(5, 6, 2).requires_grad_() if as_leaf else places.requires_grad_().expand(5, 6, 2)
+        found.append(torch.autograd.grad((model(rows) * torch.arange(5.0).view(5, 1, 1)).sum(), rows)[0])
+    torch.testing.assert_close(*found)
+
+
+def test_a_gradient_of_every_row_inside_the_model_is_refused():
+    model = Slopes(True)
+    fixes.apply_to_model("hoist_batch_invariant", model)
+    with pytest.raises(UserError, match="grad asks for the gradient of every row"):
+        model(torch.rand(1, 6, 2).requires_grad_())
+
+
 def big(device):
     return batch(device, rows=64, width=256, queries=1024)
 

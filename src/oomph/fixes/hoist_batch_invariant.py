@@ -29,7 +29,13 @@ from oomph.fixes.lazy_tensor import (
     writes_by_name,
 )
 from oomph.fixes.registry import FixContext, Target
-from oomph.torch_internals import disable_torch_function, tree_leaves, tree_map, tree_map_only
+from oomph.torch_internals import (
+    current_graph_task_id,
+    disable_torch_function,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+)
 
 # By the name under which torch, torch.Tensor or torch.nn.functional have them.
 _ELEMENTWISE = frozenset(
@@ -40,6 +46,7 @@ _ELEMENTWISE = frozenset(
     "isnan rsub to float double half bfloat16 type_as __rtruediv__ __rpow__".split()
 )
 _RESHAPES = frozenset("reshape flatten unflatten view".split())
+_OF_GRADIENTS = frozenset("grad backward register_hook retain_grad".split())
 
 
 def _reduces(input: Tensor, dim: Any, *_: Any, **__: Any) -> bool:
@@ -121,14 +128,33 @@ _OF_SEVERAL: dict[str, Callable[..., bool]] = {
 
 class BatchInvariantMode(LazyMode):
     sees_writes = True
-    functions = frozenset({*_ELEMENTWISE, *_OF_ONE, *_OF_SEVERAL, *_RESHAPES, "repeat", "contiguous"})
+    functions = frozenset(
+        {*_ELEMENTWISE, *_OF_ONE, *_OF_SEVERAL, *_RESHAPES, *_OF_GRADIENTS, "repeat", "contiguous"}
+    )
 
     def __init__(self) -> None:
         super().__init__()
         # Of one row where the program has all rows, and of a copy where it has a view.
         self._storages: set[StorageWeakRef] = set()
+        self._given: set[StorageWeakRef | None] = set()
+
+    def begin(self, arguments: Any) -> None:
+        """The caller may ask for the gradient of every row of what it gives. A checkpoint does not."""
+        if current_graph_task_id() != -1:
+            return
+        given = [one for one in _tensors(arguments) if one.requires_grad and is_batch_invariant(one)]
+        self._given = set(map(_storage, given))
 
     def handle(self, name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        if name in _OF_GRADIENTS:
+            of_inputs = {"grad": args[1:2], "backward": ()}
+            asked = kwargs.get("inputs", of_inputs.get(name, args[:1]))
+            if any(map(is_batch_invariant, _tensors(asked))):
+                raise UserError(
+                    f"fix 'hoist_batch_invariant': {program_line()}: {name} asks for the gradient of every "
+                    "row of a tensor that holds one row for the whole batch; name other modules=[...]"
+                )
+            return func(*args, **kwargs)
         if any(map(self._is_ours, _written(name, args, kwargs))):
             raise UserError(
                 f"fix 'hoist_batch_invariant': {program_line()}: {name} writes into a tensor that holds one "
@@ -138,7 +164,7 @@ class BatchInvariantMode(LazyMode):
             return self._expanded(row.clone(), args[1] if isinstance(args[1], int) else args[1][0])
         tensors = _tensors((args, kwargs))
         invariant = [one for one in tensors if is_batch_invariant(one)]
-        if not invariant:
+        if not invariant or not self._given.isdisjoint(map(_storage, invariant)):
             return func(*args, **kwargs)
         first, rows = invariant[0], invariant[0].shape[0]
         if name in _RESHAPES:
@@ -206,7 +232,14 @@ def is_batch_invariant(value: Any) -> bool:
         return False
     with disable_torch_function():  # lazy logits must not be computed to answer
         strided = value.layout is torch.strided and not value.is_nested
-        return strided and value.dim() > 0 and value.shape[0] > 1 and value.stride(0) == 0
+        has_own_gradient = value.requires_grad and value.is_leaf
+        return (
+            strided
+            and not has_own_gradient
+            and value.dim() > 0
+            and value.shape[0] > 1
+            and value.stride(0) == 0
+        )
 
 
 def _storage(tensor: Tensor) -> StorageWeakRef | None:

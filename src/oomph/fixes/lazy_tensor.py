@@ -546,6 +546,9 @@ class LazyMode(TorchFunctionMode):
     def handle(self, name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
         raise NotImplementedError
 
+    def begin(self, arguments: Any) -> None:
+        """Called with the module's arguments."""
+
     def returned(self, leaf: Any) -> Any:
         """What the module returns in the place of `leaf`."""
         if isinstance(leaf, LazyTensor) and isinstance(leaf.expression, self.expressions):
@@ -588,5 +591,6 @@ def _run_in_mode(mode: type[LazyMode], forward: Callable[..., Any], *args: Any, 
         return forward(*args, **kwargs)
     with mode() as entered:
         entered.module = module_of(forward)
+        entered.begin((args, kwargs))
         result = forward(*args, **kwargs)
     return entered.returned(result) if isinstance(result, Tensor) else tree_map(entered.returned, result)
