@@ -116,6 +116,18 @@ class CarelessLayer(Layer):
         return super().forward(x, positions)
 
 
+class RotaryOfLayer(RotaryEmbedding):
+    def forward(self, x, positions):
+        return super().forward(x, positions * (1 + self.layer_idx))
+
+
+def of_layers():
+    model = Model(rotary=RotaryOfLayer)
+    for number, layer in enumerate(model.layers):
+        layer.rotary.layer_idx = number % 2
+    return model
+
+
 def careless():
     model = Model()
     for layer in model.layers:
@@ -127,6 +139,7 @@ def careless():
     ("build", "calls"),
     [
         (lambda: Model(bases=[10000.0, 500.0, 10000.0]), 2),  # other settings
+        (of_layers, 2),
         (Shifting, 3),  # other positions
         (lambda: Model(rotary=RotaryThatLooks), 3),  # reads the numbers of hidden states
         (careless, 4),  # each layer writes the result that it is given, and asks again

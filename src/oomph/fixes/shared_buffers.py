@@ -8,7 +8,7 @@ a model. A forward that writes a shared buffer, and a state dict in which shared
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from oomph.units import MiB, format_bytes
 
 _SMALLEST_SHARED = 512  # bytes: the allocator's smallest block
 _SMALLEST_PROPOSED = 1 * MiB
-_IGNORED_ATTRIBUTES = {*vars(nn.Module()), "layer_idx", "layer_id"}
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class _Buffer(NamedTuple):
@@ -173,7 +173,9 @@ def _equal(one: _Buffer, other: _Buffer) -> bool:
     if (type(one.module), one.name, mine.stride()) != (type(other.module), other.name, theirs.stride()):
         return False
     same = has_data(mine) and has_data(theirs)
-    return _same_tensor(mine, theirs) and (same or _same_attributes(one.module, other.module))
+    if not _same_tensor(mine, theirs):
+        return False
+    return same or _same_attributes(one.module, other.module, {"layer_idx", "layer_id"})
 
 
 def same_attributes_and_buffers(one: nn.Module, other: nn.Module) -> bool:
@@ -186,9 +188,13 @@ def same_attributes_and_buffers(one: nn.Module, other: nn.Module) -> bool:
     )
 
 
-def _same_attributes(one: nn.Module, other: nn.Module) -> bool:
+def _same_attributes(one: nn.Module, other: nn.Module, ignored: Collection[str] = ()) -> bool:
     mine, theirs = (
-        {name: value for name, value in vars(module).items() if name not in _IGNORED_ATTRIBUTES}
+        {
+            name: value
+            for name, value in vars(module).items()
+            if name not in _OF_EVERY_MODULE and name not in ignored
+        }
         for module in (one, other)
     )
     return mine.keys() == theirs.keys() and all(_same_value(mine[name], theirs[name]) for name in mine)
