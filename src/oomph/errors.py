@@ -61,7 +61,7 @@ class ProgramError(OomphError):
 
     exit_status = ExitStatus.PROGRAM_ERROR
     assumed: tuple[str, ...] = ()  # conditions on unknown values that the program branched on before
-    last_condition: tuple[str, int, int] | None = None  # file, line and count of the last of them
+    last_condition: tuple[str, int, int, bool] | None = None  # file, line, count and answer of the last
     share: tuple[str, int, Fraction] | None = None  # of a mask that a line selects: it would not have failed
 
     def __init__(

@@ -315,6 +315,18 @@ def test_a_check_that_fails_is_passed_every_time():
     assert "ValueError: positive" in assumed.text
 
 
+def test_a_check_that_fails_for_one_guess_is_passed_for_others():
+    def program():
+        x = torch.randn(4, 1 << 20, device="cuda", requires_grad=True)
+        for position in x.view(-1, 4).argmax(1)[:4]:  # guesses: every position in turn
+            if position == 2:
+                raise ValueError("infeasible")
+        x.sum().backward()
+
+    (assumed,) = oomph.predict(program).assumptions
+    assert "ValueError: infeasible" in assumed.text
+
+
 def test_two_checks_that_fail_are_both_passed():
     def program():
         x = torch.randn(1 << 20, device="cuda", requires_grad=True)

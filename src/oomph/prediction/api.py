@@ -41,7 +41,7 @@ from oomph.prediction.tracer.batch_sizes import BatchSizes, Sizes
 from oomph.prediction.tracer.dispatch import WrongDevice, count_uses_of_gradient
 from oomph.prediction.tracer.session import tracing
 from oomph.prediction.tracer.tracer import AllocationRecorder, OpLog, Tracer
-from oomph.prediction.tracer.values import Assumptions, ConditionKey, assuming
+from oomph.prediction.tracer.values import Assumptions, Condition, assuming
 from oomph.prediction.tracer.work import RELEASE_SECONDS, step_work
 from oomph.records import (
     CUDNN_SEARCH,
@@ -175,7 +175,7 @@ def predict_isolated(
         _check_torch()  # once here, and not in every child; forks can run backward passes after it
     began = time.perf_counter()
     assumed = Assumptions()
-    failed: dict[ConditionKey, OomphError] = {}
+    failed: dict[Condition, OomphError] = {}
     as_guessed: OomphError | None = None  # before masks selected what the failure states
     shown = progress
     while True:
@@ -194,15 +194,15 @@ def predict_isolated(
                     continue
             first = as_guessed or next(iter(failed.values()), error)
             last = error.last_condition if isinstance(error, ProgramError) else None
-            if last is None or last in failed or len(failed) == _MOST_CONDITIONS:
+            if last is None or last[:3] in {each[:3] for each in failed} or len(failed) == _MOST_CONDITIONS:
                 if first is error:
                     raise
                 raise first from None
             failed[last] = error
             shown = again(progress, "with the other answer to a condition")
-            assumed = replace(assumed, other_answers=frozenset(failed))
+            assumed = replace(assumed, failed=frozenset(failed))
     notes = []
-    for (file, line, _), failure in failed.items():
+    for (file, line, *_), failure in failed.items():
         text = str(failure).split("\n")[0]
         text = f"a condition on values has the answer with which the program does not fail ({text})"
         notes.append(Note(text, Site(file, line, "")))

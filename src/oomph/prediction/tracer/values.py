@@ -156,17 +156,17 @@ _FOLLOWED = "_oomph_followed"  # the attribute of a tensor whose values may be k
 
 
 Line = tuple[str, int]  # file, number
-# File, line, and how often the line has asked; 0: a loop that was prolonged.
-ConditionKey = tuple[str, int, int]
+# File, line, how often the line has asked (0: a loop that was prolonged), and the answer.
+Condition = tuple[str, int, int, bool]
 
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """`other_answers`: the conditions that get the other answer from then on. `sizes`: how many elements ops
-    select whose result depends on values; `most`: times the typical number, at most. `shares`: the part of a
-    mask's elements that a line selects."""
+    """`failed`: conditions that get the other answer from then on, whatever is guessed. `sizes`: how many
+    elements ops select whose result depends on values; `most`: times the typical number, at most. `shares`:
+    the part of a mask's elements that a line selects."""
 
-    other_answers: frozenset[ConditionKey] = frozenset()
+    failed: frozenset[Condition] = frozenset()
     shares: Mapping[Line, Fraction] = field(default_factory=dict)
     sizes: Literal["fewest", "typical", "most"] = "typical"
     most: float = 3.0
@@ -963,11 +963,11 @@ class ValueEstimates:
         self._stated = WeakIdKeyDictionary()  # mask -> how many elements the program says it selects
         self._selected: dict[Line, tuple[int, int]] = {}  # guesses: so many of the elements of a mask
         self._asked: Counter[Line] = Counter()
-        as_guessed = frozenset(key[:2] for key in self._assumptions.other_answers if not key[2])
+        as_guessed = frozenset(each[:2] for each in self._assumptions.failed if not each[2])
         self._loops = Loops(self._assumptions.sizes, as_guessed, allocated)
         self.conditions: dict[Site, str] = {}  # what those that are guesses were taken as, in order
         self._numbers: dict[Site, tuple[int, int]] = {}  # the least and most of whole ones that are guesses
-        self.last_condition: ConditionKey | None = None
+        self.last_condition: Condition | None = None
         self.loops_cut = self._loops.cut
         self.sizes_assumed = False
 
@@ -1011,28 +1011,27 @@ class ValueEstimates:
         site = self._site() or Site("", 0, "")
         line = site.file, site.line
         self._asked[line] += 1
-        key = (*line, self._asked[line])
-        flipped = self._assumptions.other_answers
-        other = any(key[:2] == each[:2] and key[2] >= each[2] > 0 for each in flipped)
+        asked = self._asked[line]
+        failed = [each for each in self._assumptions.failed if each[:2] == line and 0 < each[2] <= asked]
         answered = self._loops.answer(site, value)
         value = answered.value
         if answered.prolonged:
-            self.last_condition = (*line, 0)
+            self.last_condition = (*line, 0, bool(value))
             if condition is not None:
                 self._values.set_to_match(condition, value, answered.rounds)
-        if answered.cut:
-            other = not other
         self.sizes_assumed |= self._loops.kept_memory
         if answered.halved:
             self._note("a number that a loop waits for, read from the GPU, halves with every further round")
         if isinstance(value, bool):
-            answer = value != other
+            answer = not max(failed)[3] if failed else value
+            answer = answer != answered.cut
             taken = str(answer).lower()
             same = self.conditions.setdefault(site, taken) == taken
             self.conditions[site] = taken if same else "true in some rounds or calls and false in others"
             if self.last_condition is None or self.last_condition[2]:
-                self.last_condition = key
+                self.last_condition = (*line, asked, answer)
             return answer
+        other = bool(failed) != answered.cut
         if isinstance(value, int):
             number = 0 if other else value
             least, most = self._numbers.get(site, (number, number))
