@@ -607,7 +607,7 @@ def autograd_runs() -> bool:
     """False in a child that was forked after the first backward pass of a process with a GPU."""
     try:
         with torch.inference_mode(False):
-            torch.zeros((), requires_grad=True).backward()
+            torch.zeros((), device="cpu", requires_grad=True).backward()
     except RuntimeError as error:
         return "fork" not in str(error)
     return True
