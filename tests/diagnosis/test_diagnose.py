@@ -310,6 +310,24 @@ def test_scores_of_a_contrastive_loss_have_no_vocabulary(views):
 
 
 @in_process
+def test_attention_normalised_by_logsumexp_is_no_contrastive_loss():
+    def training():
+        layer, head = nn.Linear(64, 64, device="cuda"), nn.Linear(64, 10, device="cuda")
+
+        def step():
+            q = layer(torch.randn(16, 400, 64, device="cuda"))
+            scores = q @ q.transpose(-1, -2)
+            x = torch.exp(scores - torch.logsumexp(scores, -1, keepdim=True)) @ q
+            F.cross_entropy(head(x.mean(1)), torch.zeros(16, dtype=torch.long, device="cuda")).backward()
+
+        return step
+
+    cause = oomph.diagnose(training).findings[0]
+    assert cause.pattern == "attention matrices"
+    assert "B*T^2 float32" in cause.formula
+
+
+@in_process
 def test_a_number_of_heads_times_samples_is_not_called_a_vocabulary():
     def training():
         table, head = nn.Embedding(500, 64, device="cuda"), nn.Linear(64, 32, device="cuda")

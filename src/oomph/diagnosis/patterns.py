@@ -148,16 +148,18 @@ class PeakAnalysis:
 
     @cached_property
     def normalised(self) -> list[Allocation]:
-        """What losses normalise over the last dimension."""
+        """What losses normalise over the last dimension; not attention matrices [B, ..., N, N]."""
         found = [one for one in self.log_softmaxes if len(one.shape) == 2]
         sums = (self.parent(one) for one in self.all if base_op(one.op) == "logsumexp")
-        return found + [source for source in sums if source is not None and len(source.shape) >= 2]
+        scores = [source for source in sums if source is not None and len(source.shape) >= 2]
+        return found + [one for one in scores if len(one.shape) == 2 or not _is_square(one)]
 
     @cached_property
     def pairs(self) -> frozenset[int]:
         """Sizes of square scores of all samples for all, as contrastive losses normalise; not of a layer."""
         of_layers = {size for one in self.parameters for size in one.shape}
-        return frozenset(one.shape[-1] for one in self.normalised if _is_square(one)) - of_layers
+        square = {one.shape[-1] for one in self.normalised if _is_square(one)}
+        return frozenset(size for size in square - of_layers if size % self.rows == 0)
 
     @cached_property
     def classes(self) -> frozenset[int]:
