@@ -206,6 +206,28 @@ def test_lengths_on_the_host_are_those_of_the_sizes(tmp_path):
     assert twice.peak.allocated == pytest.approx(longer.peak.allocated, rel=0.05)  # as many rows
 
 
+def test_lengths_in_memory_of_numpy_and_lengths_computed_on_the_gpu(tmp_path):
+    (tmp_path / "numpy_lengths.py").write_text("""
+import numpy, torch
+from torch.nn.utils.rnn import pack_padded_sequence
+
+def collate(samples):
+    return torch.stack(samples), torch.from_numpy(numpy.array([len(each) for each in samples]))
+
+rnn = torch.nn.LSTM(8, 32, batch_first=True).cuda()
+optimizer = torch.optim.SGD(rnn.parameters(), 0.1)
+for audio, n in torch.utils.data.DataLoader([torch.ones(20, 8)] * 16, 4, collate_fn=collate):
+    audio = audio.cuda()
+    lengths = (audio.sum(2) != 0).sum(1).cpu()
+    rnn(pack_padded_sequence(audio, n, batch_first=True))[0].data.sum().backward()
+    rnn(pack_padded_sequence(audio, lengths, batch_first=True))[0].data.sum().backward()
+    optimizer.step()
+""")
+    found = oomph.predict(Script(str(tmp_path / "numpy_lengths.py")), sizes={"B": 8})
+    assert {one.shape for one in found.batch if len(one.shape) == 3} == {(8, 20, 8)}
+    assert not found.assumptions
+
+
 @pytest.mark.usefixtures("in_process")
 def test_lengths_that_are_not_those_of_the_sizes():
     def training():

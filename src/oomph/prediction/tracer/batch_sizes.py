@@ -83,36 +83,42 @@ class BatchSizes:
     def with_lengths(self, batch: Any) -> Any:
         """A batch of a DataLoader, whose lengths (whole numbers, the largest that of a tensor) are set to the
         one that is asked for: the batch that needs most."""
-        parts = list(batch.values()) if isinstance(batch, Mapping) else batch
-        if not isinstance(parts, (list, tuple)):
+        if not isinstance(batch, (Mapping, list, tuple)):
             return batch
+        parts = dict(batch) if isinstance(batch, Mapping) else dict(enumerate(batch))
         names, rows = copy.copy(self._names), dict[int, int]()
         lengths: dict[int, int | None] = {}  # that sizes of tensors become, where they are asked for
-        for part in parts:
+        for part in parts.values():
             if isinstance(part, torch.Tensor) and part.dim() > 1:
                 asked = self._asked_for(tuple(part.shape), str(part.dtype), names)
                 wanted = {dim: size for dim, (_, size) in asked.items()}
                 rows[part.shape[0]] = wanted.get(0, part.shape[0])
                 lengths |= {size: wanted.get(dim) for dim, size in enumerate(part.shape) if dim}
-        for part in parts:
+        changed: dict[Any, Any] = {}
+        for key, part in parts.items():
             is_vector = isinstance(part, torch.Tensor) and part.dim() == 1 and "int" in str(part.dtype)
             given = part.tolist() if is_vector else part
             if not _is_list_of_numbers(given) or len(given) not in rows or max(given) not in lengths:
                 continue
             length = lengths[max(given)]
             made = [length or given[row % len(given)] for row in range(rows[len(given)])]
-            if is_vector:
-                part.resize_(len(made)).copy_(torch.tensor(made))
-            else:
-                part[:] = made
+            changed[key] = torch.tensor(made, dtype=part.dtype) if is_vector else made
             if length:
                 self._note(f"--sizes: all lengths of batches are {length}")
+        if not changed:
+            return batch
+        if isinstance(batch, tuple):
+            items = (parts | changed).values()
+            return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+        batch = copy.copy(batch)  # the program may keep its own
+        for key, part in changed.items():
+            batch[key] = part
         return batch
 
     def check_lengths(self, input: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> None:
         """Of sequences that the program packs."""
         rows, steps = input.shape[:2] if batch_first else (input.shape[1], input.shape[0])
-        if self._applied and (rows, steps) != (lengths.numel(), int(lengths.max())):
+        if self._applied - {"B"} and (rows, steps) != (lengths.numel(), int(lengths.max())):
             self.has_short_sequences = True
 
     def explain_failure(self, message: str) -> str:

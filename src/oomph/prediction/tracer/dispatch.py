@@ -477,7 +477,9 @@ class DispatchMode(TorchDispatchMode):
         elif tracer.phase == "forward" and not tracer.modules.inside_model:
             tracer.record_use(tensors, in_loss=True)
         if func is aten._pack_padded_sequence.default and tracer.batch_sizes is not None:
-            tracer.batch_sizes.check_lengths(*args)
+            lengths = tracer.values.known(args[1])
+            if lengths is not None:
+                tracer.batch_sizes.check_lengths(args[0], lengths, args[2])
         if func is aten.embedding.default:
             guard.call("rows", func, partial(tracer.record_embedding, args[0], args[1]), _nothing)
         if tracer.call.place != "host":
