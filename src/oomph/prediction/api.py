@@ -79,7 +79,7 @@ _MOST_OF_EACH = 1.5  # where such sizes multiply each other
 _SAME_PEAK = 1.1  # times the least peak of a step, where steps are alike
 # All runs with other sizes together: twice as long as the first run, within these.
 _LEAST_SECONDS_MORE, _MOST_SECONDS_MORE = 60.0, 180.0
-_MOST_CONDITIONS = 4  # that get the other answer because the program fails after them
+_MOST_CONDITIONS = 8  # that get the other answer because the program fails after them
 # Of a communicator of NCCL, estimated and not measured: 16 channels with two connections, each with a
 # buffer of 4 MiB (NCCL_BUFFSIZE) and about 1 MiB for other protocols.
 _NCCL_COMMUNICATOR = 16 * 2 * 5 * MiB
