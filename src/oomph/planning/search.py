@@ -59,9 +59,8 @@ PhaseMemory = Mapping[str, Mapping[str, int]]
 # Fixes that are used together; those of one group belong together.
 Groups = tuple[tuple[Proposal, ...], ...]
 
-# Limits of the search. They are guesses, checked together: with them `fit` finds a plan as fast as the best
-# of all sets in every row of benchmarks/results/fit_quality.csv, and takes the times of fit_time.csv. Those
-# rows are from before _TIME_ERROR, by which plans without needless fixes may be slower.
+# Limits of the search. They are guesses, checked together by benchmarks/fixes/quality.py, which compares the
+# plans of `fit` with the best of all sets, and by fit_time.py.
 # "x ...": what the number is a factor of.
 _MAX_PREDICTED_SETS = 6  # After so many full predictions the search ends with the best set.
 _MAX_JOINT_ESTIMATES = 10  # After so many joint estimates, sets are estimated from their single fixes only.
