@@ -146,6 +146,15 @@ def test_arrays_of_known_values_have_them():
     assert image.cuda().cpu().numpy()[0, 0] == 3
 
 
+@in_trace()
+def test_files_are_read_into_large_arrays_of_host_tensors(tmp_path):
+    (tmp_path / "tokens.bin").write_bytes(bytes(12 << 20))
+    tokens = torch.empty(6 << 20, dtype=torch.uint16)
+    with open(tmp_path / "tokens.bin", "rb", buffering=0) as file:
+        assert file.readinto(tokens.numpy()) == 12 << 20
+    assert tokens.cuda().shape == (6 << 20,)
+
+
 @in_trace(lambda found: found.assumptions == ())
 def test_generation_with_an_end_token_stops_at_its_length():
     head = torch.randn(64, 100, device="cuda", requires_grad=True)

@@ -25,7 +25,8 @@ from oomph.torch_internals import (
 Handler = Callable[[Any, Any, Sequence[Any], dict[str, Any]], Any]
 _HOST = torch.device("cpu")
 _ATTRIBUTES = vars(torch.Tensor)["__dict__"]
-_MOST_COPIED = 1 << 20  # elements; a larger array is one number, expanded
+_MOST_COPIED = 1 << 20  # elements
+_MOST_FILLED = 1 << 30  # bytes; a larger array of one number is not contiguous: files cannot be read into it
 
 
 class PlacementMode(TorchFunctionMode):
@@ -282,7 +283,9 @@ def _numpy(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any
         tracer.note("values read on the host as a NumPy array are representative")
     values = tracer.values.whole(tensor)
     values = values.float() if values.dtype == torch.bfloat16 else values
-    return (values.clone() if values.numel() <= _MOST_COPIED else values).numpy()
+    array = values.numpy()
+    filled = 0 in values.stride() and values.nbytes <= _MOST_FILLED
+    return array.copy("K") if filled or values.numel() <= _MOST_COPIED else array
 
 
 def _property(on_gpu: Any, otherwise: Callable[[torch.Tensor], Any]) -> Handler:
