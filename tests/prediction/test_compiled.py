@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 from small_programs import in_trace
-from torch import nn
+from torch import distributed as dist, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask
 
@@ -118,6 +118,18 @@ def test_functions_of_torch_that_the_trace_replaces_cause_no_recompilation():
 
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert oomph.predict(setup, gpu="h200").notes == ()
+
+
+def test_functions_are_compiled_before_and_after_a_process_group_starts():
+    def setup():
+        early = torch.compile(lambda x: x.relu().square())
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+        model = torch.compile(nn.Linear(WIDTH, WIDTH).cuda())
+        dist.destroy_process_group()
+        x = torch.randn(ROWS, WIDTH, device="cuda")
+        return lambda: early(model(x)).sum().backward()
+
+    assert oomph.predict(setup, gpu="h200").notes == ()
 
 
 def test_a_graph_break_under_fullgraph_is_the_programs_error():

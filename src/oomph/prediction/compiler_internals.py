@@ -52,6 +52,7 @@ FAKE_CUDA: tuple[Any, ...] = (
 # A pair (owner, name) is an attribute that is replaced.
 ASYNC_COMPILE: tuple[Any, str] = (torch._inductor.async_compile, "AsyncCompile")
 CACHING_ALLOCATOR: tuple[Any, str] = (torch._C, "_cuda_cudaCachingAllocator_is_enabled")  # not on CPUs
+CLEAR_RULES: tuple[Any, str] = (torch._dynamo.trace_rules, "clear_lru_cache")
 COMPILE_FX: tuple[Any, str] = (torch._inductor.compile_fx, "compile_fx")
 COMPILE_TO_MODULE: tuple[Any, str] = (torch._inductor.graph.GraphLowering, "_compile_to_module_lines")
 CONVERT_FRAME: tuple[Any, str] = (torch._dynamo.convert_frame.CatchErrorsWrapper, "__call__")

@@ -81,6 +81,8 @@ class Compiler:
         set_modes = partial(internals.keep_function_mode, placement, getattr(*internals.SET_FUNCTION_MODES))
         patches.set(*internals.SET_FUNCTION_MODES, set_modes)
         patches.set(*internals.CUDA_DEVICE_GUARD, NullContext)
+        # init_process_group forgets the rules: they would be those of the functions that replace torch's.
+        patches.set(*internals.CLEAR_RULES, _nothing)
         internals.skip_in_dynamo("oomph.prediction")
         tracer.after_trace += [internals.reset_dynamo, internals.forget_triton]
         ignoring = warnings.catch_warnings()
