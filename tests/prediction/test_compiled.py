@@ -120,6 +120,16 @@ def test_functions_of_torch_that_the_trace_replaces_cause_no_recompilation():
         assert oomph.predict(setup, gpu="h200").notes == ()
 
 
+def test_types_of_inputs_are_converted_within_one_graph():
+    def setup():
+        weight = torch.ones(WIDTH, device="cuda", requires_grad=True)
+        model = torch.compile(lambda x: (x * weight.type_as(x)).relu().square(), fullgraph=True)
+        x = torch.randn(ROWS, WIDTH, device="cuda", dtype=torch.bfloat16)
+        return lambda: model(x).sum().backward()
+
+    assert oomph.predict(setup, gpu="h200").notes == ()
+
+
 def test_functions_are_compiled_before_and_after_a_process_group_starts():
     def setup():
         early = torch.compile(lambda x: x.relu().square())

@@ -153,7 +153,7 @@ class Compiler:
         patches.set(internals.FunctionalTensorMode, "__torch_dispatch__", functionalize_on_gpu)
         for kind in (FakeTensor, internals.FunctionalTensor):
             patches.set(kind, "to", _to_method(kind.to))
-            patches.set(kind, "type_as", lambda tensor, other: tensor.to(other))
+            patches.set(kind, "type_as", _type_as)
             patches.set(kind, "is_cuda", property(lambda tensor: tensor.device.type == "cuda"))
         patches.set(*internals.INIT_GPU_CONTEXT, lambda device: None)
         patches.callback(lambda known=handlers[_DEVICE_OP]: handlers.update({_DEVICE_OP: known}))  # type: ignore[misc]
@@ -333,6 +333,13 @@ def _to_method(method: Callable[..., Any]) -> Callable[..., Any]:
         return method(tensor, *args, **kwargs)
 
     return to
+
+
+def _type_as(tensor: Any, other: torch.Tensor) -> Any:
+    return tensor.to(other)
+
+
+_type_as.__name__ = "type_as"  # Dynamo traces into what a tensor has under another name, and fails
 
 
 def _nothing(*args: Any) -> None:
