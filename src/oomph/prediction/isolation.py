@@ -18,6 +18,7 @@ import multiprocessing.util
 import os
 import pickle
 import selectors
+import shutil
 import signal
 import struct
 import subprocess
@@ -564,13 +565,19 @@ def _refuse_spawn(path: Any, args: Any, passfds: Any) -> NoReturn:
 
 
 def _give_subprocesses_the_environment() -> None:
-    """Without `env`, they would get that of the driver."""
+    """Without `env`, they would get that of the driver. A machine with a GPU has nvidia-smi: without one, it
+    prints nothing."""
     begin = subprocess.Popen.__init__
+    missing = shutil.which("nvidia-smi") is None
 
     @functools.wraps(begin)
     def begin_with_environment(self: Any, *args: Any, **kwargs: Any) -> None:
         if len(args) <= 10 and kwargs.get("env") is None:
             kwargs["env"] = os.environ
+        command = args[0] if args else kwargs.get("args")
+        name = command[0] if isinstance(command, (list, tuple)) and command else command
+        if name == "nvidia-smi" and missing and len(args) <= 2 and not kwargs.get("shell"):
+            kwargs["executable"] = "true"
         begin(self, *args, **kwargs)
 
     subprocess.Popen.__init__ = begin_with_environment  # type: ignore[method-assign]
