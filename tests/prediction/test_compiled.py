@@ -142,6 +142,16 @@ def test_functions_are_compiled_before_and_after_a_process_group_starts():
     assert oomph.predict(setup, gpu="h200").notes == ()
 
 
+def test_compiled_functions_are_inlined_in_others():
+    def setup():
+        square = torch.compile(lambda x: x.relu().square())
+        model = torch.compile(lambda x: square(x).sum(), fullgraph=True)
+        x = torch.randn(ROWS, WIDTH, device="cuda", requires_grad=True)
+        return lambda: model(x).backward()
+
+    assert oomph.predict(setup, gpu="h200").notes == ()
+
+
 def test_a_graph_break_under_fullgraph_is_the_programs_error():
     with pytest.raises(ProgramError, match="graph_break"):
         predict(lambda model: torch.compile(model, fullgraph=True), breaks=True)

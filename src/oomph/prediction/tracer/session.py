@@ -291,7 +291,7 @@ def _run_compiled(patches: Patches, tracer: Tracer, placement: PlacementMode) ->
         """An optimizer step fuses: it is not compiled, and stores no intermediate results."""
         of_optimizer = isinstance(getattr(function, "__self__", None), torch.optim.Optimizer)
 
-        @functools.wraps(function)
+        @functools.wraps(compiled)  # with the attributes by which Dynamo inlines it where it is called
         def run(*args: Any, **kwargs: Any) -> Any:
             if not of_optimizer and tracer.phase != "optimizer":
                 return compiled(*args, **kwargs)
