@@ -152,6 +152,17 @@ def test_compiled_functions_are_inlined_in_others():
     assert oomph.predict(setup, gpu="h200").notes == ()
 
 
+def test_code_that_dynamo_made_has_lines():
+    """It may have a dict among its constants, and cannot be hashed then."""
+
+    def step():
+        torch.ones(ROWS, WIDTH, device="cuda", requires_grad=True).sum().backward()
+
+    step.__code__ = step.__code__.replace(co_consts=(*step.__code__.co_consts, {}))
+    prediction = oomph.predict(lambda: step, gpu="h200")
+    assert any(one.site and one.site.file == __file__ for one in prediction.allocations)
+
+
 def test_a_graph_break_under_fullgraph_is_the_programs_error():
     with pytest.raises(ProgramError, match="graph_break"):
         predict(lambda model: torch.compile(model, fullgraph=True), breaks=True)

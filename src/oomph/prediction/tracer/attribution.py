@@ -9,6 +9,7 @@ the source of the frame's file for the statement that adds to the variable.
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import itertools
 import linecache
@@ -112,14 +113,15 @@ class StackBoundary:
 
     def _classify(self, code: CodeType) -> _Code:
         ends: Literal["engine", "outside", "user", "compiled"] | None = None
-        if code in self.compiled:
-            ends = "compiled"
-        elif code in self.engine:
-            ends = "engine"
-        elif code in self.outside:
-            ends = "outside"
-        elif not is_internal(code.co_filename):
+        if not is_internal(code.co_filename):
             ends = "user"
+        with contextlib.suppress(TypeError):  # code of the program into which Dynamo put a dict has no hash
+            if code in self.compiled:
+                ends = "compiled"
+            elif code in self.engine:
+                ends = "engine"
+            elif code in self.outside:
+                ends = "outside"
         ends_loss = ends in ("engine", "outside") or code is self.module_call
         found = _Code(ends, ends_loss, is_loss_name(code.co_name))
         self._known.setdefault(code.co_filename, {})[code.co_qualname] = found
