@@ -371,6 +371,8 @@ def test_nothing_of_a_killed_prediction_goes_on():
 def test_a_program_may_ask_git_and_start_others_only_if_allowed(folder):
     oomph.predict(made("subprocess.run(['git', 'rev-parse', 'HEAD'], capture_output=True)"))
     oomph.predict(made("subprocess.check_output(['nvidia-smi'])"))  # also on a machine without a GPU
+    pci = "\ntry:\n    subprocess.run(['lspci'])\nexcept FileNotFoundError:\n    pass\n"
+    oomph.predict(made(pci))
     question = "import sys, json; print(json.dumps(sys.path))"
     oomph.predict(made(f"subprocess.check_output([sys.executable, '-c', {question!r}])"))
     touch = made("subprocess.run(['touch', 'new'], check=True)")

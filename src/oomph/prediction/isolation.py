@@ -716,7 +716,7 @@ _QUERIES = (  # what programs ask before they train; with these words, none of t
     *(("git", each) for each in ("rev-parse", "describe", "log", "show")),
     *(("git", "config", "--get"), ("git", "branch", "--show-current")),
     *(("nvidia-smi",), ("uname",), ("hostname",), ("lscpu",), ("ldconfig", "-p"), ("/sbin/ldconfig", "-p")),
-    ("stty", "size"),
+    *(("stty", "size"), ("lspci",)),
 )
 # Asked by LightningCLI, of stubs for the types of arguments.
 _PATH_QUERY = f"{sys.executable} -c import sys, json; print(json.dumps(sys.path))"
@@ -731,7 +731,7 @@ def _is_query(command: str) -> bool:
     if known is None or not command.isprintable() or set(command) & set(";|&<>`$"):
         return False
     rest = words[len(known) :]
-    if known in (("hostname",), ("stty", "size")):
+    if known in (("hostname",), ("stty", "size"), ("lspci",)):
         return not rest
     if known == ("nvidia-smi",):
         return all(word.startswith(_NVIDIA_SMI_QUERIES) or word.isdigit() for word in rest)
