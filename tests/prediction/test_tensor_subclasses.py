@@ -75,6 +75,18 @@ def predicted_fsdp2(*args, **kwargs):
     return oomph.predict(functools.partial(fsdp2, *args, **kwargs), gpu="h200")
 
 
+def test_truncated_normals_of_sharded_parameters_are_drawn_once():
+    """torch 2.13 draws again while a value is out of bounds."""
+
+    def program():
+        start_group(2)
+        layer = fully_shard(nn.Linear(64, 64, device="cuda"))
+        nn.init.trunc_normal_(layer.weight, std=0.06, a=-0.18, b=0.18)
+        return lambda: layer(torch.ones(8, 64, device="cuda")).sum().backward()
+
+    assert oomph.predict(program).assumptions == ()
+
+
 @functools.cache
 def eight_ranks():
     return predicted_fsdp2(8, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))

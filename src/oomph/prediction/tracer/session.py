@@ -382,9 +382,10 @@ def _draw_truncated_normals_once(patches: Patches, tracer: Tracer) -> None:
     trunc_normal = getattr(*internals.TRUNC_NORMAL)
 
     def draw(tensor: Any, mean: float, std: float, a: float, b: float, generator: Any = None) -> Any:
-        if not isinstance(tensor, FakeTensor):
+        wraps = is_traceable_wrapper_subclass(tensor)  # a DTensor, whose inner tensors are fake
+        if not isinstance(tensor, FakeTensor) and not wraps:
             return trunc_normal(tensor, mean, std, a, b, generator)
-        if not tracer.on_gpu(tensor):
+        if not tracer.on_gpu(tensor) and not wraps:
             tracer.draw_on_host(tensor, lambda real: trunc_normal(real, mean, std, a, b, generator))
             return tensor
         with torch.no_grad():
