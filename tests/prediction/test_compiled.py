@@ -130,6 +130,16 @@ def test_types_of_inputs_are_converted_within_one_graph():
     assert oomph.predict(setup, gpu="h200").notes == ()
 
 
+def test_tensors_are_moved_to_the_gpu_within_one_graph():
+    def setup():
+        weight = torch.ones(WIDTH, device="cuda", requires_grad=True)
+        model = torch.compile(lambda x: x * weight.cuda() * torch.arange(WIDTH).cuda(), fullgraph=True)
+        x = torch.randn(ROWS, WIDTH, device="cuda")
+        return lambda: model(x).sum().backward()
+
+    assert oomph.predict(setup, gpu="h200").notes == ()
+
+
 def test_functions_are_compiled_before_and_after_a_process_group_starts():
     def setup():
         early = torch.compile(lambda x: x.relu().square())

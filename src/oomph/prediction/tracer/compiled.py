@@ -154,6 +154,7 @@ class Compiler:
         for kind in (FakeTensor, internals.FunctionalTensor):
             patches.set(kind, "to", _to_method(kind.to))
             patches.set(kind, "type_as", _type_as)
+            patches.set(kind, "cuda", _cuda)
             patches.set(kind, "is_cuda", property(lambda tensor: tensor.device.type == "cuda"))
         patches.set(*internals.INIT_GPU_CONTEXT, lambda device: None)
         patches.callback(lambda known=handlers[_DEVICE_OP]: handlers.update({_DEVICE_OP: known}))  # type: ignore[misc]
@@ -339,7 +340,12 @@ def _type_as(tensor: Any, other: torch.Tensor) -> Any:
     return tensor.to(other)
 
 
-_type_as.__name__ = "type_as"  # Dynamo traces into what a tensor has under another name, and fails
+def _cuda(tensor: Any, device: Any = None, **options: Any) -> Any:
+    return tensor.to(DEVICE, **options)
+
+
+# Dynamo traces into what a tensor has under another name, and fails.
+_type_as.__name__, _cuda.__name__ = "type_as", "cuda"
 
 
 def _nothing(*args: Any) -> None:
