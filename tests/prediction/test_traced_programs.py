@@ -337,6 +337,13 @@ def _rows_written_on_the_host():
     assert x.grad.is_cuda
 
 
+def _clamped_on_the_host():
+    x, weight = torch.ones(4, device="cuda"), torch.ones(4, requires_grad=True)
+    weight.clamp(min=0.5).sum().backward()  # autograd makes a zero
+    assert x.is_cuda
+    assert not weight.grad.is_cuda
+
+
 def _legacy_types():
     x = torch.cuda.FloatTensor(torch.Size([2, 3])).zero_()
     assert x.shape == torch.cuda.HalfTensor(2, 3).shape
@@ -359,6 +366,7 @@ def _legacy_types():
         _flex_attention,
         _einsum_of_a_graph,
         _rows_written_on_the_host,
+        _clamped_on_the_host,
         _legacy_types,
     ],
 )

@@ -178,6 +178,7 @@ class DispatchMode(TorchDispatchMode):
                 return run_composite(tracer.rule_context, func, args, kwargs or {})
         if not types and not kwargs and tracer.call.place is None and _is_small_host_op(args):
             tracer.work.count_host_op()
+            tracer.record_host_node(args)
             return func(*args)
         frame = sys._getframe().f_back  # of the op, which is a function in Python; of none in a thread of C++
         if tracer.work.counting and _is_redispatched_by_python(frame):
@@ -668,6 +669,7 @@ class DispatchMode(TorchDispatchMode):
         self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]
     ) -> Any:
         work = self.tracer.work
+        self.tracer.record_host_node(tensors)
         if not work.counting:
             return self._host_result(func, args, kwargs, tensors)
         work.count_host_op(len(tensors) if len(tensors) > _FEW_TENSORS else 0)

@@ -440,6 +440,7 @@ class Tracer:
         # autograd sequence number -> line, module, stream, of the forward op
         self._origins: dict[int | None, tuple[Site | None, str, int]] = {}
         self._newest_node = -1
+        self._host_nodes: set[int | None] = set()  # autograd sequence numbers of ops on the host
         self._running_node: tuple[int | None, int] = (None, 0)  # its number, and its first allocation's id
         # During the op that is dispatched: its caller, and what find_site gives of it once it is known.
         self.caller: FrameType | None = None
@@ -473,7 +474,7 @@ class Tracer:
 
     def called_by_autograd(self) -> bool:
         """Whether autograd's own code makes a tensor from nothing: zeros for an undefined gradient."""
-        return self.phase == "backward" and self._line()[1]
+        return self.phase == "backward" and self._line()[1] and running_sequence_nr() not in self._host_nodes
 
     def fake_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake of a real tensor, on the host."""
@@ -562,6 +563,14 @@ class Tracer:
                 self._origins[newest] = (site, self.modules.path, self.stream())
             elif (origin := self._origins.get(running_sequence_nr())) is not None:
                 self._origins[newest] = origin  # of a graph that backward makes
+
+    def record_host_node(self, tensors: Iterable[Any]) -> None:
+        """Called for each op on the host: what its node makes from nothing is on the host, too."""
+        if torch.is_grad_enabled() and any(getattr(each, "requires_grad", False) for each in tensors):
+            newest = get_sequence_nr() - 1
+            if newest != self._newest_node:
+                self._newest_node = newest
+                self._host_nodes.add(newest)
 
     def made_by_running_node(self, tensor: torch.Tensor) -> bool:
         """Whether the node that autograd runs now made the tensor."""
