@@ -344,6 +344,11 @@ def _clamped_on_the_host():
     assert not weight.grad.is_cuda
 
 
+def _shared_by_processes():
+    model = nn.Linear(4, 4).cuda().share_memory()
+    model(torch.randn(2, 4, device="cuda")).sum().backward()
+
+
 def _legacy_types():
     x = torch.cuda.FloatTensor(torch.Size([2, 3])).zero_()
     assert x.shape == torch.cuda.HalfTensor(2, 3).shape
@@ -367,6 +372,7 @@ def _legacy_types():
         _einsum_of_a_graph,
         _rows_written_on_the_host,
         _clamped_on_the_host,
+        _shared_by_processes,
         _legacy_types,
     ],
 )

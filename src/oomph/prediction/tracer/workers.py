@@ -158,6 +158,7 @@ def _spawn_one_process_directly(patches: Patches, tracer: Tracer) -> None:
 
     patches.set(torch.multiprocessing, "spawn", spawn_directly)
     patches.set(BaseProcess, "start", start_directly)
+    patches.set(FakeTensor, "share_memory_", lambda tensor: tensor)
     for module in (multiprocessing, torch.multiprocessing):
         patches.set(module, "set_start_method", set_start_method)
         patches.set(module, "get_start_method", get_start_method)
