@@ -17,6 +17,7 @@ import math
 import multiprocessing.util
 import os
 import pickle
+import re
 import selectors
 import shutil
 import signal
@@ -712,11 +713,13 @@ _ENVIRONMENT = {"GIT_OPTIONAL_LOCKS": "0", "WANDB_MODE": "disabled", "JOBLIB_MUL
 _COMMANDS = {"subprocess.Popen": 1, "os.system": 0, "os.exec": 1, "os.posix_spawn": 1}
 # Hooks are called for all events, also for every id() of a trace: one hook, and the others cost it little.
 _AUDITED = file_overlay.AUDITED_WRITES | {"socket.connect", *_COMMANDS}
+# With more words, some of them write.
+_WHOLE_QUERIES = (("git", "symbolic-ref", "--short", "HEAD"), ("hostname",), ("lspci",), ("stty", "size"))
 _QUERIES = (  # what programs ask before they train; with these words, none of them writes
     *(("git", each) for each in ("rev-parse", "describe", "log", "show")),
     *(("git", "config", "--get"), ("git", "branch", "--show-current")),
-    *(("nvidia-smi",), ("uname",), ("hostname",), ("lscpu",), ("ldconfig", "-p"), ("/sbin/ldconfig", "-p")),
-    *(("stty", "size"), ("lspci",)),
+    *(("nvidia-smi",), ("uname",), ("lscpu",), ("ldconfig", "-p"), ("/sbin/ldconfig", "-p")),
+    *_WHOLE_QUERIES,
 )
 # Asked by LightningCLI, of stubs for the types of arguments.
 _PATH_QUERY = f"{sys.executable} -c import sys, json; print(json.dumps(sys.path))"
@@ -724,14 +727,18 @@ _NVIDIA_SMI_QUERIES = ("-L", "-q", "--query", "--format", "-i", "--id")
 
 
 def _is_query(command: str) -> bool:
-    if command == _PATH_QUERY:
-        return True
+    """Also several, one after the other, such as `git describe 2>/dev/null || git rev-parse HEAD`."""
+    silent = re.sub(r"\s2>(/dev/null|&1)(?=\s|$)", "", command)
+    return command == _PATH_QUERY or all(map(_is_one_query, re.split(r"\|\||&&|;", silent)))
+
+
+def _is_one_query(command: str) -> bool:
     words = tuple(command.split())
     known = next((each for each in _QUERIES if words[: len(each)] == each), None)
     if known is None or not command.isprintable() or set(command) & set(";|&<>`$"):
         return False
     rest = words[len(known) :]
-    if known in (("hostname",), ("stty", "size"), ("lspci",)):
+    if known in _WHOLE_QUERIES:
         return not rest
     if known == ("nvidia-smi",):
         return all(word.startswith(_NVIDIA_SMI_QUERIES) or word.isdigit() for word in rest)
