@@ -183,3 +183,22 @@ def test_other_blocks_are_traced(make):
     traced.value = 0
     oomph.predict(lambda: train(make(), steps=1), gpu="h200")
     assert traced.value >= BLOCKS
+
+
+def test_calls_whose_results_the_program_keeps_are_repeated_with_what_they_free():
+    class Sampler(nn.Sequential):
+        def forward(self, x):
+            traced.value += 1
+            return super().forward(x)
+
+    def sample(calls):
+        model = Sampler(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256)).cuda()
+        trajectory = [torch.zeros(1024, 256, device="cuda")]  # 1 MiB each
+        with torch.no_grad():
+            for _ in range(calls):
+                trajectory.append(model(trajectory[-1]))
+
+    traced.value = 0
+    few, many = (oomph.predict(partial(sample, calls)).peak.allocated for calls in (3, 20))
+    assert many - few == 17 << 20
+    assert traced.value < 3 + 5

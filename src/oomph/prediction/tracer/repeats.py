@@ -14,7 +14,8 @@ but one is repeated, too. What a cache of keys held before is freed where the se
 
 Evaluation loops and gradient accumulation call a model many times with the same shapes, as does, without
 gradients, a module that samples from it. Where as much memory is in use as before the last traced calls, a
-further call would allocate and free exactly what those did: only its results are made. With gradients
+further call would allocate and free exactly what those did: only its results are made. Where the program
+keeps what each call returns, such as a trajectory, what the call frees again is recorded, too. With gradients
 enabled, the results lead to an autograd node that ends the backward pass, which is repeated as well: every
 parameter has a gradient already, into which the passes accumulate.
 """
@@ -953,6 +954,7 @@ class _TracedCall:
     structure: Any
     forward: list[Kernel]
     backward: list[Kernel]
+    temporaries: list[Event]  # of what it frees again
 
 
 class _EndOfBackward(torch.autograd.Function):
@@ -997,9 +999,13 @@ class RepeatedCalls:
         known = self._traced.get(key)
         same = known is not None and abs(known.live_bytes - live) <= known.growth
         often = known is not None and known.times >= _TRACED_TIMES and known.step == tracer.step
-        if known is not None and same and often and known.module() is module:
+        kept = known is not None and known.growth > 0 and not torch.is_grad_enabled()
+        if known is not None and (same or kept) and often and known.module() is module:
+            if not same:
+                tracer.recorder.record_again(known.temporaries, tracer.step, {})
             return self._repeat(known, module)
         first, kernels = len(tracer.recorder.allocations), len(tracer.work.kernels)
+        first_event = len(tracer.recorder.events)
         out = forward(module, *args, **kwargs)
         try:
             leaves, structure = tree_flatten(out)
@@ -1009,6 +1015,8 @@ class RepeatedCalls:
         except _NotRepeatable:
             self._traced.pop(key, None)
         else:
+            temporaries = self._temporaries(first_event)
+            same = same or (kept and known is not None and self._same(known.temporaries, temporaries))
             times = known.times + 1 if known is not None and same else 1
             growth = _SMALL_GROWTH if tracer.recorder.live_bytes <= live + size else 0
             self._last = self._traced[key] = _TracedCall(
@@ -1021,8 +1029,21 @@ class RepeatedCalls:
                 structure,
                 tracer.work.kernels[kernels:],
                 [],
+                temporaries,
             )
         return out
+
+    def _temporaries(self, first: int) -> list[Event]:
+        events = self._tracer.recorder.events[first:]
+        freed = {event.id for event in events if event.action == "free"}
+        freed &= {event.id for event in events if event.action == "alloc"}
+        return [event for event in events if event.id in freed]
+
+    def _same(self, first: list[Event], second: list[Event]) -> bool:
+        made = self._tracer.recorder.allocations
+        return [(each.action, made[each.id].bytes) for each in first] == [
+            (each.action, made[each.id].bytes) for each in second
+        ]
 
     def _key(self, module: nn.Module, leaves: Sequence[Any], structure: Any) -> Any:
         with_grad = torch.is_grad_enabled()
