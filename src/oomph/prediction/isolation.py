@@ -734,6 +734,8 @@ def _is_query(command: str) -> bool:
 
 def _is_one_query(command: str) -> bool:
     words = tuple(command.split())
+    if words[:2] == ("git", "-C"):  # in another folder
+        words = "git", *words[3:]
     known = next((each for each in _QUERIES if words[: len(each)] == each), None)
     if known is None or not command.isprintable() or set(command) & set(";|&<>`$"):
         return False
