@@ -119,6 +119,14 @@ def test_boxes_are_valid_and_probabilities_add_up():
 
 
 @in_trace()
+def test_what_is_joined_with_an_empty_tensor_keeps_its_values():
+    weights = torch.nn.Linear(4, 4).cuda()(torch.randn(6, 4, device="cuda"))
+    x = torch.arange(24.0, device="cuda").view(6, 4) * weights
+    selected = (x * weights)[torch.zeros(6, dtype=torch.bool, device="cuda")]
+    assert torch.cat([selected, x, x]).max() == x.max()
+
+
+@in_trace()
 def test_ids_are_followed_through_slices():
     ids = torch.full((2, 8), 7, device="cuda")
     for position in range(1, 8):

@@ -326,7 +326,7 @@ class Values:
         if found.whole or found.values.dim() == 0:
             same = found.values.shape == tensor.shape  # to expand it takes long
             return found.values if same else found.values.expand(tensor.shape)
-        repeats = math.ceil(tensor.numel() / len(found.values))
+        repeats = math.ceil(tensor.numel() / max(len(found.values), 1))
         return found.values.repeat(repeats)[: tensor.numel()].view(tensor.shape)
 
     def compute(self, call: OpCall) -> tuple[torch.Tensor, ...] | None:
@@ -397,6 +397,8 @@ class Values:
             waiting = self._waiting_for(given[0]) if given[0] in self._waiting else None
             if waiting is not None and not waiting.known:
                 self.resolve(given[0])
+        if func in _JOINS:  # empty tensors add nothing
+            given = [tensor for tensor in given if tensor.numel()] or given
         inputs = {id(tensor): self.of(tensor) for tensor in given}
         known = func in _FACTORIES_LIKE or all(entry.known for entry in inputs.values())
         known = known or _asks_whether_finite(func, args)
