@@ -247,7 +247,7 @@ class _Search:
         least, reason = self._least(prediction, kinds)
         if base.result.fits or self._least(prediction, FIX_KINDS)[0]:
             return self._plan(kinds, base, Proposals(reason=reason), least=least)
-        first = f"needs {format_bytes(prediction.peak.device)} without fixes, which does not fit"
+        first = f"needs {format_bytes(prediction.peak.device)} without fixes: {prediction.verdict}"
 
         def search(progress: Progress) -> Plan:
             proposals, chosen = self.program.proposals(prediction), base
