@@ -509,6 +509,14 @@ def evidence() -> str:
             f"{median(reserved):.2f} %, worst {worst(reserved):+.2f} %"
         )
         lines.append((f"peak of {len(errors)} {title}, predicted", found, f"{file}.csv"))
+    public = stored(RESULTS / "public_programs_h200.csv")
+    errors, reserved = (errors_of(public, f"{kind}_error_percent") for kind in ("allocated", "reserved"))
+    found = (
+        f"allocated: median error {median(errors):.2f} %, {sum(abs(one) <= 2 for one in errors)} within 2 %; "
+        f"reserved: median {median(reserved):.2f} %, {sum(abs(one) <= 6 for one in reserved)} within 6 %"
+    )
+    title = f"peak of {len(errors)} public programs, predicted before they were measured"
+    lines.insert(3, (title, found, "public_programs_h200.csv"))
     capped, plans = stored(RESULTS / "capped_h200.csv"), stored(RESULTS / "plans_h200.csv")
     done, ran = ([row for row in rows if row["ran"] == "True"] for rows in (capped, plans))
     completed = f"{len(done)} of {len(capped)} completed"
