@@ -129,6 +129,8 @@ def test_a_mask_that_is_expanded_for_every_query_is_followed():
     mask = inverted.masked_fill(inverted.bool(), torch.finfo(torch.float32).min) * inverted
     assert len((mask[:, 0, 0, :] == 0).nonzero()) == 4
     assert len((mask[:, 0, 5, :] < 0).nonzero()) == 4 * 8191
+    filled = inverted.masked_fill(kept.bool()[:, None, None, :].expand(4, 1, 8192, 8192), -1.0)
+    assert len((filled[:, 0, 5, :] < 0).nonzero()) == 4
 
 
 @in_trace(lambda found: "taken as 1" in notes_of(found))

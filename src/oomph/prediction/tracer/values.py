@@ -263,7 +263,10 @@ class _Waiting:
     def layout(self) -> torch.Tensor:
         """A tensor without data that has the shape of the values, and a stride of 0 where they repeat."""
         if self._layout is None and self._values is not None:
-            self._layout = torch.empty_strided(self._values.shape, self._values.stride(), device="meta")
+            values = self._values
+            self._layout = torch.empty_strided(
+                values.shape, values.stride(), dtype=values.dtype, device="meta"
+            )
         elif self._layout is None:
             assert self._call is not None
             made = _run_without_repeats(self._call.replaced(_Waiting.layout))
