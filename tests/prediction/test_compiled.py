@@ -133,7 +133,7 @@ def test_types_of_inputs_are_converted_within_one_graph():
 def test_tensors_are_moved_to_the_gpu_within_one_graph():
     def setup():
         weight = torch.ones(WIDTH, device="cuda", requires_grad=True)
-        model = torch.compile(lambda x: x * weight.cuda() * torch.arange(WIDTH).cuda(), fullgraph=True)
+        model = torch.compile(lambda x: x * weight.cuda() * torch.arange(WIDTH).cuda(0, True), fullgraph=True)
         x = torch.randn(ROWS, WIDTH, device="cuda")
         return lambda: model(x).sum().backward()
 

@@ -340,8 +340,8 @@ def _type_as(tensor: Any, other: torch.Tensor) -> Any:
     return tensor.to(other)
 
 
-def _cuda(tensor: Any, device: Any = None, **options: Any) -> Any:
-    return tensor.to(DEVICE, **options)
+def _cuda(tensor: Any, device: Any = None, non_blocking: bool = False, **options: Any) -> Any:
+    return tensor.to(DEVICE, non_blocking=non_blocking, **options)
 
 
 # Dynamo traces into what a tensor has under another name, and fails.
