@@ -185,20 +185,29 @@ def test_other_blocks_are_traced(make):
     assert traced.value >= BLOCKS
 
 
-def test_calls_whose_results_the_program_keeps_are_repeated_with_what_they_free():
+class Part(nn.Module):
+    def forward(self, x):
+        return x[:, :256]
+
+
+@pytest.mark.parametrize(
+    ("shown", "kept_mib", "repeats"),
+    [(nn.Identity(), 1, True), (nn.ReLU(), 1, True), (Part(), 4, False)],
+    ids=["a product", "made beside another tensor", "a part of a tensor"],
+)
+def test_calls_whose_results_the_program_keeps_are_repeated_with_what_they_free(shown, kept_mib, repeats):
     class Sampler(nn.Sequential):
         def forward(self, x):
             traced.value += 1
             return super().forward(x)
 
     def sample(calls):
-        model = Sampler(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256)).cuda()
-        trajectory = [torch.zeros(1024, 256, device="cuda")]  # 1 MiB each
+        model = Sampler(nn.Linear(256, 256 * kept_mib), shown).cuda()
+        x = torch.zeros(1024, 256, device="cuda")
         with torch.no_grad():
-            for _ in range(calls):
-                trajectory.append(model(trajectory[-1]))
+            return [model(x) for _ in range(calls)]
 
     traced.value = 0
     few, many = (oomph.predict(partial(sample, calls)).peak.allocated for calls in (3, 20))
-    assert many - few == 17 << 20
-    assert traced.value < 3 + 5
+    assert many - few == 17 * kept_mib << 20
+    assert (traced.value < 3 + 5) == repeats

@@ -15,8 +15,8 @@ but one is repeated, too. What a cache of keys held before is freed where the se
 Evaluation loops and gradient accumulation call a model many times with the same shapes, as does, without
 gradients, a module that samples from it. Where as much memory is in use as before the last traced calls, a
 further call would allocate and free exactly what those did: only its results are made. Where the program
-keeps what each call returns, such as a trajectory, what the call frees again is recorded, too. With gradients
-enabled, the results lead to an autograd node that ends the backward pass, which is repeated as well: every
+keeps what each call returns, such as a trajectory, what the call frees again is recorded between its results.
+With gradients enabled, the results lead to an autograd node that ends the backward pass, which is repeated as well: every
 parameter has a gradient already, into which the passes accumulate.
 """
 
@@ -26,6 +26,7 @@ import ast
 import dataclasses
 import functools
 import inspect
+import math
 import random
 import textwrap
 import weakref
@@ -941,6 +942,8 @@ class _TensorLike:
     stride: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    id: int  # of its allocation
+    bytes: int  # of its storage, of which it may be a part
 
 
 @dataclass(slots=True)
@@ -954,7 +957,7 @@ class _TracedCall:
     structure: Any
     forward: list[Kernel]
     backward: list[Kernel]
-    temporaries: list[Event]  # of what it frees again
+    events: list[Event]  # of what it makes, if what it keeps is its results and no gradients are computed
 
 
 class _EndOfBackward(torch.autograd.Function):
@@ -999,26 +1002,29 @@ class RepeatedCalls:
         known = self._traced.get(key)
         same = known is not None and abs(known.live_bytes - live) <= known.growth
         often = known is not None and known.times >= _TRACED_TIMES and known.step == tracer.step
-        kept = known is not None and known.growth > 0 and not torch.is_grad_enabled()
+        kept = known is not None and len(known.events) > 0
         if known is not None and (same or kept) and often and known.module() is module:
-            if not same:
-                tracer.recorder.record_again(known.temporaries, tracer.step, {})
-            return self._repeat(known, module)
+            return self._repeat(known, module, () if same else known.events)
         first, kernels = len(tracer.recorder.allocations), len(tracer.work.kernels)
         first_event = len(tracer.recorder.events)
         out = forward(module, *args, **kwargs)
         try:
             leaves, structure = tree_flatten(out)
-            results, size = self._results(leaves, first, module.training)
+            results = self._results(leaves, first, module.training)
             if any(each._forward_hooks or _keeps_graph(each) for each in module.modules()):
                 raise _NotRepeatable
         except _NotRepeatable:
             self._traced.pop(key, None)
         else:
-            temporaries = self._temporaries(first_event)
-            same = same or (kept and known is not None and self._same(known.temporaries, temporaries))
+            likes = [each for each in results if isinstance(each, _TensorLike)]
+            keeps_results = tracer.recorder.live_bytes <= live + sum(like.bytes for like in likes)
+            whole = all(math.prod(like.shape) * like.dtype.itemsize == like.bytes for like in likes)
+            events: list[Event] = []
+            if keeps_results and whole and not torch.is_grad_enabled():
+                events = self._events(first_event, first, {like.id for like in likes})
+            same = same or (kept and known is not None and self._same(known.events, events))
             times = known.times + 1 if known is not None and same else 1
-            growth = _SMALL_GROWTH if tracer.recorder.live_bytes <= live + size else 0
+            growth = _SMALL_GROWTH if keeps_results else 0
             self._last = self._traced[key] = _TracedCall(
                 weakref.ref(module),
                 live,
@@ -1029,15 +1035,15 @@ class RepeatedCalls:
                 structure,
                 tracer.work.kernels[kernels:],
                 [],
-                temporaries,
+                events,
             )
         return out
 
-    def _temporaries(self, first: int) -> list[Event]:
-        events = self._tracer.recorder.events[first:]
-        freed = {event.id for event in events if event.action == "free"}
-        freed &= {event.id for event in events if event.action == "alloc"}
-        return [event for event in events if event.id in freed]
+    def _events(self, first_event: int, first: int, results: set[int]) -> list[Event]:
+        """Of results and of what was freed again."""
+        events = [event for event in self._tracer.recorder.events[first_event:] if event.id >= first]
+        shown = results | {event.id for event in events if event.action == "free"}
+        return [event for event in events if event.id in shown]
 
     def _same(self, first: list[Event], second: list[Event]) -> bool:
         made = self._tracer.recorder.allocations
@@ -1068,37 +1074,42 @@ class RepeatedCalls:
             raise _NotRepeatable
         return leaf
 
-    def _results(self, leaves: list[Any], first: int, training: bool) -> tuple[list[Any], int]:
-        """What the leaves are like, and the bytes of the tensors among them."""
+    def _results(self, leaves: list[Any], first: int, training: bool) -> list[Any]:
+        """What the leaves are like."""
         found: list[Any] = []
         storages: set[int] = set()
-        size = 0
         for leaf in leaves:
             if isinstance(leaf, FakeTensor):
                 allocation = self._tracer.recorder.allocation_of(leaf)
                 if allocation is None or allocation.id < first or allocation.id in storages:
                     raise _NotRepeatable  # of the host, of an earlier call, or two views of one tensor
                 storages.add(allocation.id)
-                size += allocation.bytes
-                found.append(_TensorLike(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad))
+                layout = _Layout.of(leaf)
+                found.append(_TensorLike(*layout, leaf.requires_grad, allocation.id, allocation.bytes))
             elif isinstance(leaf, _PLAIN):
                 found.append(leaf)
             elif training and type(leaf).__name__.endswith("Cache"):
                 found.append(None)  # of keys and values, which no training loop reads
             else:
                 raise _NotRepeatable
-        return found, size
+        return found
 
-    def _repeat(self, known: _TracedCall, module: nn.Module) -> Any:
-        with_grad = [like for like in known.results if isinstance(like, _TensorLike) and like.requires_grad]
-        if with_grad:
+    def _repeat(self, known: _TracedCall, module: nn.Module, events: Sequence[Event]) -> Any:
+        likes = {like.id: like for like in known.results if isinstance(like, _TensorLike)}
+        made: dict[int, torch.Tensor] = {}  # by the id of the allocation that it is like
+        if with_grad := [like for like in likes.values() if like.requires_grad]:
             leaf = next(each for each in module.parameters() if each.requires_grad)
-            linked = iter(_EndOfBackward.apply(leaf, module, *with_grad))
+            linked = _EndOfBackward.apply(leaf, module, *with_grad)
+            made |= {like.id: tensor for like, tensor in zip(with_grad, linked, strict=True)}
             self._pending.append(known)
-        leaves = [
-            like if not isinstance(like, _TensorLike) else next(linked) if like.requires_grad else _make(like)
-            for like in known.results
-        ]
+        new_ids: dict[int, int] = {}
+        for event in events:
+            if event.id not in likes:
+                self._tracer.recorder.record_again([event], self._tracer.step, new_ids)
+            elif event.id not in made:
+                made[event.id] = _make(likes[event.id])
+        made |= {id: _make(like) for id, like in likes.items() if id not in made}
+        leaves = [made[like.id] if isinstance(like, _TensorLike) else like for like in known.results]
         if self._tracer.work.counting:
             self._tracer.work.kernels += known.forward
         return tree_unflatten(leaves, known.structure)
