@@ -16,8 +16,8 @@ Evaluation loops and gradient accumulation call a model many times with the same
 gradients, a module that samples from it. Where as much memory is in use as before the last traced calls, a
 further call would allocate and free exactly what those did: only its results are made. Where the program
 keeps what each call returns, such as a trajectory, what the call frees again is recorded between its results.
-With gradients enabled, the results lead to an autograd node that ends the backward pass, which is repeated as well: every
-parameter has a gradient already, into which the passes accumulate.
+With gradients enabled, the results lead to an autograd node that ends the backward pass, which is repeated as
+well: every parameter has a gradient already, into which the passes accumulate.
 """
 
 from __future__ import annotations
