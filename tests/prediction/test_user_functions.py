@@ -100,6 +100,22 @@ def test_data_are_the_batch_also_where_they_stay_or_come_between_update_and_eval
     assert {one.stage for one in made if one.shape in ((1024, 64), (2048, 64))} == {"batch"}
 
 
+def test_plain_tensors_that_an_optimizer_updates_are_parameters():
+    def setup():
+        weight = torch.randn(64, 64, device="cuda", requires_grad=True)
+        optimizer = torch.optim.SGD([weight])
+
+        def step():
+            optimizer.zero_grad()
+            (torch.ones(8, 64, device="cuda") @ weight).sum().backward()
+            optimizer.step()
+
+        return step
+
+    made = oomph.predict(setup).allocations
+    assert {one.stage for one in made if one.shape == (64, 64)} == {"parameters", "gradients"}
+
+
 def _averaged_model(model):
     average = torch.optim.swa_utils.AveragedModel(model)
     return lambda: average.update_parameters(model)

@@ -55,6 +55,7 @@ from oomph.prediction.tracer.work import (
     tensors_in,
 )
 from oomph.prediction.tracer.workers import install_workers
+from oomph.records import Kind
 from oomph.torch_internals import (
     FakeTensor,
     disable_torch_function,
@@ -631,8 +632,8 @@ def _follow_optimizers(patches: Patches, tracer: Tracer) -> None:
             optimizer.param_groups[0]["tolerance_change"] = -math.inf
         name = type(optimizer).__name__
         with disable_torch_function():
-            label = functools.partial(_label_gradients, tracer, optimizer)
-            tracer.guard.call("gradients' label", name, label, lambda: None)
+            label = functools.partial(_label_updated, tracer, optimizer)
+            tracer.guard.call("parameters' label", name, label, lambda: None)
         running.append(tracer.in_phase("optimizer"))
         running[-1].__enter__()
         if len(running) == 1:  # not that of an optimizer inside another
@@ -695,13 +696,15 @@ def _drop_fake_state(tracer: Tracer, optimizer: torch.optim.Optimizer) -> None:
         optimizer.state.pop(fake, None)
 
 
-def _label_gradients(tracer: Tracer, optimizer: torch.optim.Optimizer) -> None:
-    """Gradients that autograd did not accumulate itself: sharded ones, those of torch.func."""
+def _label_updated(tracer: Tracer, optimizer: torch.optim.Optimizer) -> None:
+    """Parameters that are plain tensors; gradients that autograd did not accumulate itself: sharded ones,
+    those of torch.func."""
+    kinds: tuple[Kind, Kind] = "parameter", "gradient"
     for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-        if parameter.grad is not None:
-            for allocation in tracer.recorder.allocations_of(parameter.grad):
-                if allocation.kind in ("temporary", "activation"):
-                    allocation.kind = "gradient"
+        for tensor, kind in zip((parameter, parameter.grad), kinds, strict=True):
+            for allocation in () if tensor is None else tracer.recorder.allocations_of(tensor):
+                if allocation.kind in ("temporary", "activation", "batch"):
+                    allocation.kind = kind
 
 
 def _label_state(tracer: Tracer, optimizer: torch.optim.Optimizer) -> None:
