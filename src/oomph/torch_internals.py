@@ -100,6 +100,9 @@ with _section():  # whether Dynamo is tracing the caller
 
 with _section():  # whether a selective checkpoint counts ops
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as current_dispatch_modes
+    from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+    SELECTIVE_CHECKPOINT: tuple[type, ...] = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 with _section():  # questions that a lazy tensor's wrapper answers
     DisableTorchFunctionSubclass: Any = torch._C.DisableTorchFunctionSubclass

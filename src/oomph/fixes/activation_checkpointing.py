@@ -150,8 +150,8 @@ def _has_statistics(module: nn.Module) -> bool:
 
 def _contexts(kept: _KeptResults, norms: Sequence[nn.Module]) -> tuple[Any, Any]:
     """Of the forward pass and of the recomputation, which does not update running statistics again."""
-    first: Any = _Keep(kept) if kept.ops else contextlib.nullcontext()
-    again: Any = _Reuse(kept) if kept.ops else contextlib.nullcontext()
+    first: Any = KeepResults(kept) if kept.ops else contextlib.nullcontext()
+    again: Any = ReuseResults(kept) if kept.ops else contextlib.nullcontext()
     return first, _WithoutStatistics(again, norms) if norms else again
 
 
@@ -250,7 +250,7 @@ def _storages(tree: Any) -> set[int]:
     return found
 
 
-class _Keep(TorchDispatchMode):
+class KeepResults(TorchDispatchMode):
     def __init__(self, kept: _KeptResults) -> None:
         super().__init__()
         self._kept = kept
@@ -268,7 +268,7 @@ class _Keep(TorchDispatchMode):
         return results
 
 
-class _Reuse(TorchDispatchMode):
+class ReuseResults(TorchDispatchMode):
     def __init__(self, kept: _KeptResults) -> None:
         super().__init__()
         self._kept = kept

@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from oomph.errors import UserError
+from oomph.fixes.activation_checkpointing import KeepResults, ReuseResults
 from oomph.fixes.journal import Journal
 from oomph.fixes.modules import chosen_modules, common_parent, equal_groups
 from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.fixes.shared_buffers import same_attributes_and_buffers
 from oomph.nn.blocks import NamedModule
-from oomph.torch_internals import current_dispatch_modes, tree_flatten, tree_leaves
+from oomph.torch_internals import SELECTIVE_CHECKPOINT, current_dispatch_modes, tree_flatten, tree_leaves
 
 _ROTARY_CLASS = re.compile(r"rotary|rope(?![a-z])|rope(emb|cache)", re.IGNORECASE)
 # Functions that do not read a tensor's numbers.
@@ -35,7 +36,6 @@ _METADATA = frozenset(
 )
 # Functions that read only metadata of their second argument.
 _LIKE_ANOTHER = frozenset(("to", "type_as", "expand_as", "view_as", "reshape_as"))
-_SELECTIVE_CHECKPOINT = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode", "_Keep", "_Reuse")
 
 
 class SharedRotaryEmbedding(Fix):
@@ -181,7 +181,8 @@ def _cached(forward: Callable[..., Any], *args: Any, cache: ForwardCache, **kwar
 
 def _in_selective_checkpoint() -> bool:
     """It expects the same ops in backward, when this forward's results are gone."""
-    return any(type(mode).__name__ in _SELECTIVE_CHECKPOINT for mode in current_dispatch_modes())
+    modes = (*SELECTIVE_CHECKPOINT, KeepResults, ReuseResults)
+    return any(isinstance(mode, modes) for mode in current_dispatch_modes())
 
 
 def _versions(tree: Any) -> list[int]:
