@@ -369,7 +369,7 @@ def test_nothing_of_a_killed_prediction_goes_on():
 
 
 def test_a_program_may_ask_git_and_start_others_only_if_allowed(folder):
-    oomph.predict(made("subprocess.run(['git', 'rev-parse', 'HEAD'], capture_output=True)"))
+    oomph.predict(made("subprocess.run(['git', '-C', 'a b', 'log', '--format=%h; %s'], capture_output=True)"))
     oomph.predict(made("subprocess.check_output(['nvidia-smi'])"))  # also on a machine without a GPU
     pci = "\ntry:\n    subprocess.run(['lspci'])\nexcept FileNotFoundError:\n    pass\n"
     oomph.predict(made(pci))

@@ -722,23 +722,16 @@ _QUERIES = (  # what programs ask before they train; with these words, none of t
     *_WHOLE_QUERIES,
 )
 # Asked by LightningCLI, of stubs for the types of arguments.
-_PATH_QUERY = f"{sys.executable} -c import sys, json; print(json.dumps(sys.path))"
+_PATH_QUERY = (sys.executable, "-c", "import sys, json; print(json.dumps(sys.path))")
 _NVIDIA_SMI_QUERIES = ("-L", "-q", "--query", "--format", "-i", "--id")
 
 
-def _is_query(command: str) -> bool:
-    """Also several, one after the other, such as `git describe 2>/dev/null || git rev-parse HEAD`."""
-    silent = re.sub(r"\s2>(/dev/null|&1)(?=\s|$)", "", command)
-    return command == _PATH_QUERY or all(map(_is_one_query, re.split(r"\|\||&&|;", silent)))
-
-
-def _is_one_query(command: str) -> bool:
-    words = tuple(command.split())
+def _is_query(words: tuple[str, ...]) -> bool:
     if words[:2] == ("git", "-C"):  # in another folder
         words = "git", *words[3:]
     known = next((each for each in _QUERIES if words[: len(each)] == each), None)
-    if known is None or not command.isprintable() or set(command) & set(";|&<>`$"):
-        return False
+    if known is None:
+        return words == _PATH_QUERY
     rest = words[len(known) :]
     if known in _WHOLE_QUERIES:
         return not rest
@@ -747,15 +740,25 @@ def _is_one_query(command: str) -> bool:
     return not any(word.startswith("--output") for word in rest)
 
 
+def _is_shell_query(command: str) -> bool:
+    """Also of several, one after the other, as in `git describe 2>/dev/null || git rev-parse HEAD`."""
+    silent = re.sub(r"\s2>(/dev/null|&1)(?=\s|$)", "", command)
+    commands = re.split(r"\|\||&&|;", silent)
+    plain = silent.isprintable() and not set("".join(commands)) & set("|&<>`$")
+    return plain and all(_is_query(tuple(each.split())) for each in commands)
+
+
 def _refuse_effect(event: str, args: tuple[Any, ...], allow: Collection[str]) -> None:
     """Other programs and the network, by Python's audit events."""
     if event in _COMMANDS and "subprocesses" not in allow:
-        command = args[_COMMANDS[event]]
-        if isinstance(command, (list, tuple)):
-            command = command[2:] if list(command[:2]) == ["/bin/sh", "-c"] else command  # os.popen
-            command = " ".join(map(os.fsdecode, command))
-        command = os.fsdecode(command)
-        if not _is_query(command):
+        given = args[_COMMANDS[event]]
+        words = tuple(map(os.fsdecode, given)) if isinstance(given, (list, tuple)) else ()
+        if words and words[:2] != ("/bin/sh", "-c"):
+            command, is_query = " ".join(words), _is_query(words)
+        else:  # os.system; os.popen and shell=True
+            command = " ".join(words[2:]) if words else os.fsdecode(given)
+            is_query = _is_shell_query(command)
+        if not is_query:
             raise Refused(
                 "a predicted program cannot start other programs (--allow-subprocesses permits it): "
                 f"{command[:200]}"
