@@ -211,3 +211,16 @@ def test_calls_whose_results_the_program_keeps_are_repeated_with_what_they_free(
     few, many = (oomph.predict(partial(sample, calls)).peak.allocated for calls in (3, 20))
     assert many - few == 17 * kept_mib << 20
     assert (traced.value < 3 + 5) == repeats
+
+
+def test_a_call_with_another_memory_layout_is_traced():
+    def evaluate(calls):
+        model = nn.Sequential(nn.Flatten(0), nn.Unflatten(0, (256, 256)), nn.Linear(256, 1)).cuda()
+        x = torch.zeros(256, 256, device="cuda")
+        with torch.no_grad():
+            for _ in range(calls):
+                model(x)
+            model(x.t())  # which it copies
+
+    few, many = (oomph.predict(partial(evaluate, calls)).peak.allocated for calls in (1, 6))
+    assert few == many

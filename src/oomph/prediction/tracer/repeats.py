@@ -1069,7 +1069,7 @@ class RepeatedCalls:
             value = self._tracer.values.known(leaf) if leaf.dtype in (torch.bool, torch.int64) else None
             is_mask = value is not None and value.numel() > 0 and int(value.max()) <= 1
             without_padding = bool(value.all()) if is_mask and value is not None else None
-            return tuple(leaf.shape), leaf.dtype, leaf.device, without_padding
+            return _Layout.of(leaf), leaf.device, without_padding
         if not isinstance(leaf, _PLAIN):
             raise _NotRepeatable
         return leaf
