@@ -499,7 +499,7 @@ def _isolate(scratch: str, allow: Collection[str]) -> None:
         if name in sys.modules:
             vars(sys.modules[name])["mp"] = None
     os.putenv("CUDA_VISIBLE_DEVICES", "")  # for the driver; the program sees what it was started with
-    _give_subprocesses_the_environment()
+    _prepare_subprocesses()
     warnings.filterwarnings("ignore", "CUDA initialization")  # a real GPU is out of reach here
     warnings.filterwarnings("ignore", module=r"oomph\.prediction")  # torch's, at lines of ours
     _replace_mpi()
@@ -565,14 +565,14 @@ def _refuse_spawn(path: Any, args: Any, passfds: Any) -> NoReturn:
     )
 
 
-def _give_subprocesses_the_environment() -> None:
-    """Without `env`, they would get that of the driver. A machine with a GPU has nvidia-smi: without one, it
-    prints nothing."""
+def _prepare_subprocesses() -> None:
+    """Without `env`, they would get that of the driver. Where nvidia-smi is missing, it prints nothing: a
+    machine with a GPU has it."""
     begin = subprocess.Popen.__init__
     missing = shutil.which("nvidia-smi") is None
 
     @functools.wraps(begin)
-    def begin_with_environment(self: Any, *args: Any, **kwargs: Any) -> None:
+    def begin_prepared(self: Any, *args: Any, **kwargs: Any) -> None:
         if len(args) <= 10 and kwargs.get("env") is None:
             kwargs["env"] = os.environ
         command = args[0] if args else kwargs.get("args")
@@ -581,7 +581,7 @@ def _give_subprocesses_the_environment() -> None:
             kwargs["executable"] = "true"
         begin(self, *args, **kwargs)
 
-    subprocess.Popen.__init__ = begin_with_environment  # type: ignore[method-assign]
+    subprocess.Popen.__init__ = begin_prepared  # type: ignore[method-assign]
 
 
 def _fail_shell_commands() -> None:

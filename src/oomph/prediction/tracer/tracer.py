@@ -420,9 +420,7 @@ class Tracer:
         self.batch: Any = None
         # From the host to the GPU, outside modules, and in which steps.
         self.moved: dict[BatchTensor, set[int]] = {}
-        self.rows_used: set[int] = (
-            set()
-        )  # first sizes of tensors that models take, or the loss beside results
+        self.rows_used: set[int] = set()  # first sizes of what models take, or the loss beside results
         self.batch_sizes: BatchSizes | None = None  # that the batch gets, other than the program's
         self.loads_in_process = False  # a DataLoader without workers
         self.allocator: str | None = None  # as the Workload gives it
@@ -434,9 +432,7 @@ class Tracer:
         # id of a parameter of a model that existed before the trace -> the parameter, and its fake in the
         # trace
         self.fake_parameters: dict[int, tuple[torch.nn.Parameter, torch.nn.Parameter]] = {}
-        self._loss_after: int | None = (
-            None  # after so many model calls, work outside every module is the loss
-        )
+        self._loss_after: int | None = None  # after so many model calls, work outside modules is the loss
         # autograd sequence number -> line, module, stream, of the forward op
         self._origins: dict[int | None, tuple[Site | None, str, int]] = {}
         self._newest_node = -1
@@ -713,16 +709,13 @@ class Tracer:
     def lengths_differ(self) -> bool:
         """Whether tensors of as many samples are longer in one step than in another. What is prepared before
         the loop counts as the first step."""
-        found: dict[Any, dict[int, set[Any]]] = {}
+        in_step: dict[Any, set[tuple[int, ...]]] = {}
         for one, steps in self.moved.items():
-            for step in steps if len(one.shape) > 1 else ():
-                found.setdefault((one.dtype, len(one.shape), one.shape[0]), {}).setdefault(step, set()).add(
-                    one.shape
-                )
-        return any(
-            len({frozenset(shapes) for step, shapes in of_steps.items() if step > 1}) > 1
-            for of_steps in found.values()
-        )
+            for step in steps:
+                if step > 1 and len(one.shape) > 1:
+                    in_step.setdefault((one.dtype, len(one.shape), one.shape[0], step), set()).add(one.shape)
+        in_first: dict[Any, set[tuple[int, ...]]] = {}
+        return any(in_first.setdefault(kind[:-1], shapes) != shapes for kind, shapes in in_step.items())
 
     def record_in_place(self, tensor: torch.Tensor, op: str) -> None:
         """Record a tensor that `op` wrote into again, if its storage was resized."""
