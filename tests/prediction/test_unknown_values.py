@@ -119,11 +119,14 @@ def test_boxes_are_valid_and_probabilities_add_up():
 
 
 @in_trace()
-def test_what_is_joined_with_an_empty_tensor_keeps_its_values():
+def test_the_values_of_an_empty_tensor_are_known():
     weights = torch.nn.Linear(4, 4).cuda()(torch.randn(6, 4, device="cuda"))
     x = torch.arange(24.0, device="cuda").view(6, 4) * weights
     selected = (x * weights)[torch.zeros(6, dtype=torch.bool, device="cuda")]
     assert torch.cat([selected, x, x]).max() == x.max()
+    assert not (selected > 0).any()
+    assert selected.sum() == 0
+    assert (selected > 0).nonzero().shape == (0, 2)
 
 
 @in_trace()

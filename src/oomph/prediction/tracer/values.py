@@ -310,6 +310,8 @@ class Values:
             if tensor.device.type == "cpu":
                 return Representative(tensor, True, True)
             return _default(tensor.dtype)
+        if not tensor.numel():
+            return _without_elements(tensor.dtype)
         entry = self._entries.get(tensor) if _FOLLOWED in tensor.__dict__ else None
         if entry is None:
             return _default(tensor.dtype)
@@ -327,9 +329,10 @@ class Values:
         """Values of the tensor's shape, known or not."""
         found = self.of(tensor)
         if found.whole or found.values.dim() == 0:
-            same = found.values.shape == tensor.shape  # to expand it takes long
-            return found.values if same else found.values.expand(tensor.shape)
-        repeats = math.ceil(tensor.numel() / max(len(found.values), 1))
+            if found.values.shape == tensor.shape:  # to expand it takes long
+                return found.values
+            return found.values.expand(tensor.shape) if tensor.numel() else found.values.view(tensor.shape)
+        repeats = math.ceil(tensor.numel() / len(found.values))
         return found.values.repeat(repeats)[: tensor.numel()].view(tensor.shape)
 
     def compute(self, call: OpCall) -> tuple[torch.Tensor, ...] | None:
@@ -400,8 +403,6 @@ class Values:
             waiting = self._waiting_for(given[0]) if given[0] in self._waiting else None
             if waiting is not None and not waiting.known:
                 self.resolve(given[0])
-        if func in _JOINS:  # empty tensors add nothing
-            given = [tensor for tensor in given if tensor.numel()] or given
         inputs = {id(tensor): self.of(tensor) for tensor in given}
         known = func in _FACTORIES_LIKE or all(entry.known for entry in inputs.values())
         known = known or _asks_whether_finite(func, args)
@@ -886,6 +887,11 @@ def _is_mask_to_add(entry: Representative) -> bool:
 @functools.cache
 def _default(dtype: torch.dtype) -> Representative:
     return Representative(torch.ones((), dtype=dtype), whole=False, known=False)
+
+
+@functools.cache
+def _without_elements(dtype: torch.dtype) -> Representative:
+    return Representative(torch.empty(0, dtype=dtype), whole=True, known=True)
 
 
 @functools.lru_cache(maxsize=256)
