@@ -373,7 +373,7 @@ def test_a_program_may_ask_git_and_start_others_only_if_allowed(folder):
     oomph.predict(made("subprocess.check_output(['nvidia-smi'])"))  # also on a machine without a GPU
     pci = "\ntry:\n    subprocess.run(['lspci'])\nexcept FileNotFoundError:\n    pass\n"
     oomph.predict(made(pci))
-    asked = "git symbolic-ref --short HEAD 2>/dev/null || git -C .. rev-parse --git-dir 2>&1"
+    asked = "git symbolic-ref --short HEAD 2>/dev/null || git -C .. rev-parse --git-dir 2>&1; git status"
     oomph.predict(made(f"subprocess.run({asked!r}, shell=True, capture_output=True)"))
     question = "import sys, json; print(json.dumps(sys.path))"
     oomph.predict(made(f"subprocess.check_output([sys.executable, '-c', {question!r}])"))

@@ -716,8 +716,8 @@ _AUDITED = file_overlay.AUDITED_WRITES | {"socket.connect", *_COMMANDS}
 # With more words, some of them write.
 _WHOLE_QUERIES = (("git", "symbolic-ref", "--short", "HEAD"), ("hostname",), ("lspci",), ("stty", "size"))
 _QUERIES = (  # what programs ask before they train; with these words, none of them writes
-    *(("git", each) for each in ("rev-parse", "describe", "log", "show")),
-    *(("git", "config", "--get"), ("git", "branch", "--show-current")),
+    *(("git", each) for each in "rev-parse rev-list describe log show status diff ls-files".split()),
+    *(("git", "config", "--get"), ("git", "branch", "--show-current"), ("git", "remote", "get-url")),
     *(("nvidia-smi",), ("uname",), ("lscpu",), ("ldconfig", "-p"), ("/sbin/ldconfig", "-p")),
     *_WHOLE_QUERIES,
 )
