@@ -742,7 +742,7 @@ def _is_query(words: tuple[str, ...]) -> bool:
 
 def _is_shell_query(command: str) -> bool:
     """Also of several, one after the other, as in `git describe 2>/dev/null || git rev-parse HEAD`."""
-    silent = re.sub(r"\s2>(/dev/null|&1)(?=\s|$)", "", command)
+    silent = re.sub(r"\s2>(/dev/null|&1)(?=[\s;&|]|$)", "", command)
     commands = re.split(r"\|\||&&|;", silent)
     plain = silent.isprintable() and not set("".join(commands)) & set("|&<>`$")
     return plain and all(_is_query(tuple(each.split())) for each in commands)
