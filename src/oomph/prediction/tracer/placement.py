@@ -515,13 +515,13 @@ def _fake_class(cls: type) -> Any:
 def _set_attributes(tensor: FakeTensor, given: dict[str, Any]) -> None:
     """Programs may replace the attributes of a tensor as a whole, but not those that make it fake."""
     own = vars(tensor)
-    _ATTRIBUTES.__set__(tensor, given | {name: own[name] for name in _fake_attributes(own["fake_mode"])})
+    _ATTRIBUTES.__set__(tensor, given | {name: own[name] for name in _fake_attributes()})
 
 
 @functools.cache
-def _fake_attributes(mode: Any) -> tuple[str, ...]:
+def _fake_attributes() -> tuple[str, ...]:
     with internals.disable_dispatch_modes(), disable_torch_function():
-        return tuple(vars(FakeTensor(mode, torch.empty(0, device="meta"), _HOST)))
+        return tuple(vars(FakeTensor(internals.FakeTensorMode(), torch.empty(0, device="meta"), _HOST)))
 
 
 def install_default_device(patches: Patches, placement: PlacementMode) -> None:
