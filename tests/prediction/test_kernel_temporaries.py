@@ -370,3 +370,27 @@ def test_a_condition_of_bytes_is_copied_to_one_of_bools():
     oomph.predict(program)
     assert taken(aten.where.self, meta(4096, dtype=torch.uint8), meta(4096), meta(4096)) == [4096]
     assert taken(aten.where.self, meta(4096, dtype=torch.bool), meta(4096), meta(4096)) == []
+
+
+@pytest.mark.parametrize(
+    ("cell", "kept"), [(torch.nn.LSTMCell, 3 * 4 + 2), (torch.nn.GRUCell, 2 * 3 + 5 + 1)]
+)
+@pytest.mark.parametrize("bias", [True, False])
+@in_trace()
+def test_a_recurrent_cell_keeps_both_products_a_workspace_and_its_states(cell, kept, bias):
+    """native/RNN.cpp and native/cuda/RNN.cu."""
+    module, x = cell(64, 64, bias=bias).cuda(), torch.randn(512, 64, device="cuda")
+    before = module(x)
+    allocated = torch.cuda.memory_allocated()
+    state = module(x, before)
+    assert torch.cuda.memory_allocated() - allocated == kept * x.nbytes
+    (state[0] if cell is torch.nn.LSTMCell else state).sum().backward()
+    assert all(each.grad.shape == each.shape for each in module.parameters())
+
+
+def test_gradients_of_a_recurrent_cells_biases_are_sums_over_the_rows():
+    of_gru, of_lstm = aten._thnn_fused_gru_cell_backward, aten._thnn_fused_lstm_cell_backward_impl
+    assert taken(of_gru.default, meta(4096, 1024), meta(4096, 5 * 1024), True) == SUMS[0][-1]
+    state = meta(4096, 768)
+    assert taken(of_lstm.default, state, state, state, state, meta(4096, 3072), True) == SUMS[0][-1]
+    assert taken(of_lstm.default, state, state, state, state, meta(4096, 3072), False) == []

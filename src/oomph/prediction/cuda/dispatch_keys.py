@@ -455,6 +455,29 @@ def _linear(context: RuleContext, call: BoundArguments) -> Any:
     return torch.matmul(input, weight.t()).add_(bias)
 
 
+def _fused_cell(kernel: OpOverload) -> CompositeRule:
+    """RNN.cpp: one kernel applies the gates. Autograd keeps both products and what the kernel computed."""
+
+    def rule(context: RuleContext, call: BoundArguments) -> Any:
+        input, given, weights = call["input"], call["hx"], (call["w_ih"], call["w_hh"])
+        states = [given] if isinstance(given, torch.Tensor) else given
+        if any(state.shape != (len(input), weights[1].size(1)) for state in states):
+            return NotImplemented  # torch says what is wrong
+        if input.size(1) != weights[0].size(1):
+            return NotImplemented
+        products = [
+            torch.matmul(x, weight.t()) for x, weight in zip((input, states[0]), weights, strict=True)
+        ]
+        *made, _ = kernel(*products, states[-1], call["b_ih"], call["b_hh"])
+        return made[0] if given is states[-1] else tuple(made)
+
+    return rule
+
+
+composite(aten.lstm_cell.default)(_fused_cell(aten._thnn_fused_lstm_cell.default))
+composite(aten.gru_cell.default)(_fused_cell(aten._thnn_fused_gru_cell.default))
+
+
 @composite(aten.batch_norm.default)
 def _batch_norm(context: RuleContext, call: BoundArguments) -> Any:
     """Its input is copied first, where cuDNN cannot read it as it is."""

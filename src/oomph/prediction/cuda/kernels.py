@@ -585,6 +585,37 @@ def _in_dtype(fake: Fake, tensor: Any, dtype: torch.dtype) -> Any:
 # Softmax and roll read their input contiguously: a strided one is copied first.
 
 
+@cuda_kernel(aten._thnn_fused_lstm_cell.default, aten._thnn_fused_gru_cell.default)
+def _cell(fake: Fake, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """native/cuda/RNN.cu: the new states, and what the backward pass needs of the gates. Torch's own fake
+    kernels are missing, or ask for biases."""
+    state = args[2]
+    rows, width = state.shape
+    sizes = (1, 1, 4) if func is aten._thnn_fused_lstm_cell.default else (1, 5)
+    return tuple(fake(aten.new_empty.default, (state, [rows, size * width]), {}) for size in sizes)
+
+
+@cuda_kernel(aten._thnn_fused_gru_cell_backward.default)
+def _gru_cell_gradients(fake: Fake, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Of both products, the old state and both biases."""
+    call = bind(func, args, kwargs)
+    rows, width = call["grad_hy"].shape
+    shapes = [[rows, 3 * width]] * 2 + [[rows, width]] + [[3 * width]] * 2 * call["has_bias"]
+    made = [fake(aten.new_empty.default, (call["workspace"], shape), {}) for shape in shapes]
+    return *made, *[None] * (5 - len(made))
+
+
+@temporaries(aten._thnn_fused_lstm_cell_backward_impl.default, aten._thnn_fused_gru_cell_backward.default)
+def _bias_gradients(call: BoundArguments, gpu: GPU) -> list[Temporary]:
+    """Sums over the rows, after all else."""
+    if not call["has_bias"]:
+        return []
+    workspace, is_lstm = call["workspace"], "cy" in call
+    columns = workspace.shape[1] if is_lstm else workspace.shape[1] // 5 * 3
+    gates = torch.empty(len(workspace), columns, dtype=workspace.dtype, device="meta")
+    return [*[NEXT_RESULT] * (3 if is_lstm else 5), *_reduce(gates, (0,), gpu)]
+
+
 @cuda_kernel(aten._softmax.default, aten._log_softmax.default, aten.roll.default)
 def _contiguous_result(fake: Fake, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """CUDA copies a strided input first and writes a contiguous result; the fake kernel keeps the strides."""
