@@ -81,8 +81,10 @@ with _section():  # sees every aten op below autograd and autocast
 with _section():  # whether a backward pass will reach a node
     will_engine_execute_node: Any = torch._C._will_engine_execute_node
 
-with _section():  # whether the caller runs inside a transform of torch.func
+with _section():  # whether the caller runs inside a transform of torch.func; the tensors that it sees there
     current_functorch_transform: Any = torch._C._functorch.peek_interpreter_stack
+    is_functorch_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor
+    functorch_unwrapped: Any = torch._C._functorch.get_unwrapped
 
 with _section():  # autograd inside of an op of a compiled graph
     AUTOGRAD_KEYS: tuple[Any, ...] = (

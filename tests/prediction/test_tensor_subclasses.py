@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
+from small_programs import in_trace
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -373,6 +374,21 @@ def test_transforms_of_torch_func_run_on_the_gpu():
     prediction = oomph.predict(train, gpu="h200")
     assert left(prediction)["parameter"] == 4 * (2 * WIDTH + WIDTH + WIDTH + 1)
     assert (ROWS, WIDTH) in {each.shape[-2:] for each in prediction.allocations if each.step == STEPS}
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch itself
+@in_trace()
+def test_tensors_made_inside_of_a_transform_are_where_its_tensors_are():
+    def count(x):
+        assert x.device.type == "cuda"
+        places = torch.arange(WIDTH, device=x.device)
+        classes = torch.nn.functional.one_hot(x.argmax(0), WIDTH)
+        assert places.device == classes.device == x.device
+        return (x[places] * classes).sum()
+
+    points = torch.randn(ROWS, WIDTH, device="cuda")
+    assert torch.func.vmap(torch.func.grad(count))(points).device == points.device
+    assert torch.func.vmap(count)(points.cpu().to("cuda")).is_cuda
 
 
 def test_tensors_of_a_class_without_dispatch_are_moved_to_the_gpu():

@@ -101,11 +101,16 @@ class PlacementMode(TorchFunctionMode):
     def _takes_gpu_tensor(self, args: Sequence[Any]) -> bool:
         for arg in args:
             if isinstance(arg, (list, tuple)):
-                if arg and isinstance(arg[0], FakeTensor) and self.tracer.on_gpu(arg[0]):
+                if arg and _is_fake(arg[0]) and self.tracer.on_gpu(arg[0]):
                     return True
-            elif isinstance(arg, FakeTensor) and self.tracer.on_gpu(arg):
+            elif _is_fake(arg) and self.tracer.on_gpu(arg):
                 return True
         return False
+
+
+def _is_fake(arg: Any) -> bool:
+    """Also inside of a transform of torch.func, where a wrapper hides it."""
+    return isinstance(arg, FakeTensor) or (type(arg) is torch.Tensor and internals.is_functorch_wrapped(arg))
 
 
 def place_of(device: Any) -> Place | None:

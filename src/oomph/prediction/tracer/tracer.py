@@ -41,7 +41,9 @@ from oomph.torch_internals import (
     OpOverload,
     disable_dispatch_modes,
     disable_torch_function,
+    functorch_unwrapped,
     get_sequence_nr,
+    is_functorch_wrapped,
     is_traceable_wrapper_subclass,
     running_sequence_nr,
     storage_id,
@@ -109,9 +111,11 @@ Describe = Callable[[int, int, torch.Tensor], PendingAllocation]  # of an id, a 
 
 
 def inner_tensors(tensor: torch.Tensor) -> Iterator[FakeTensor]:
-    """The fake tensors that hold a tensor's data: itself, or those inside of a wrapper subclass."""
+    """The fake tensors that hold a tensor's data: itself, or those inside of a wrapper."""
     if isinstance(tensor, FakeTensor):
         yield tensor
+    elif type(tensor) is torch.Tensor and is_functorch_wrapped(tensor):
+        yield from inner_tensors(functorch_unwrapped(tensor))
     elif is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             yield from inner_tensors(getattr(tensor, name))
