@@ -213,14 +213,20 @@ def test_calls_whose_results_the_program_keeps_are_repeated_with_what_they_free(
     assert (traced.value < 3 + 5) == repeats
 
 
-def test_a_call_with_another_memory_layout_is_traced():
+@pytest.mark.parametrize("how", ["a transposed input", "with dropout"])
+def test_a_call_that_computes_something_else_is_traced(how):
     def evaluate(calls):
-        model = nn.Sequential(nn.Flatten(0), nn.Unflatten(0, (256, 256)), nn.Linear(256, 1)).cuda()
+        model = nn.Sequential(nn.Dropout(), nn.Flatten(0), nn.Unflatten(0, (256, 256)), nn.Linear(256, 1))
+        model.cuda().eval()
         x = torch.zeros(256, 256, device="cuda")
         with torch.no_grad():
             for _ in range(calls):
                 model(x)
-            model(x.t())  # which it copies
+            if how == "with dropout":
+                model[0].train()
+                model(x)
+            else:
+                model(x.t())  # which it copies
 
     few, many = (oomph.predict(partial(evaluate, calls)).peak.allocated for calls in (1, 6))
     assert few == many

@@ -1060,7 +1060,8 @@ class RepeatedCalls:
         autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
         described = tuple(self._describe(leaf) for leaf in leaves)
         counting = self._tracer.work.counting  # kernels are needed from a call that counted them
-        return id(module), module.training, with_grad, autocast, counting, described, str(structure)
+        training = tuple(each.training for each in module.modules())
+        return id(module), training, with_grad, autocast, counting, described, str(structure)
 
     def _describe(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
