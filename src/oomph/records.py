@@ -300,14 +300,17 @@ class Growth:
     site: Site | None
 
 
+SIZES_DEPEND_ON_VALUES = "sizes depend on values"
+
+
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """What is needed where ops whose size depends on values select the fewest and the most elements, or of a
-    compiled program that is traced as eager: from what it may need at least."""
+    """What is needed where ops whose size depends on values select the fewest and the most elements, or where
+    steps differ, or of a compiled program that is traced as eager: from what it may need at least."""
 
     low: Peak
     high: Peak
-    reason: str = "sizes depend on values"
+    reason: str = SIZES_DEPEND_ON_VALUES
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,11 @@ def test_an_endless_loop_ends_after_three_steps_with_the_peak_of_its_step(predic
 @pytest.mark.parametrize(("longest", "differ"), [(1, False), (32, True)])
 def test_a_note_says_where_steps_need_different_amounts(predicted, longest, differ):
     steps = ENDLESS.replace("while True", f"for times in (1, 1, {longest})").replace("(batch", "(times * 256")
-    assert any("from step to step" in note.text for note in predicted(steps).notes) is differ
+    found = predicted(steps)
+    assert any("from step to step" in note.text for note in found.notes) is differ
+    assert (found.interval is not None) is differ
+    if differ:
+        assert found.interval.low.allocated < found.peak.allocated < found.interval.high.allocated
 
 
 @pytest.mark.parametrize(("rounds", "made"), [(1, "3 steps of each of its 2"), (2, "3 to 6 steps of its 2")])

@@ -45,7 +45,7 @@ from oomph.prediction.tracer.values import Assumptions, Condition, assuming
 from oomph.prediction.tracer.work import RELEASE_SECONDS, step_work
 from oomph.records import (
     CUDNN_SEARCH,
-    Alive,
+    SIZES_DEPEND_ON_VALUES,
     Allocation,
     BatchTensor,
     EmbeddingUse,
@@ -77,6 +77,8 @@ _CONDITIONS_SHOWN = 5
 _MOST = 3.0  # times the typical number of elements, where it depends on values; also of the peak
 _MOST_OF_EACH = 1.5  # where such sizes multiply each other
 _SAME_PEAK = 1.1  # times the least peak of a step, where steps are alike
+_SAME_SIZES = 1.01  # likewise, where also their sizes are
+_STEPS_APART = 2
 # All runs with other sizes together: twice as long as the first run, within these.
 _LEAST_SECONDS_MORE, _MOST_SECONDS_MORE = 60.0, 180.0
 _MOST_CONDITIONS = 8  # that get the other answer because the program fails after them
@@ -207,7 +209,7 @@ def predict_isolated(
         text = f"a condition on values has the answer with which the program does not fail ({text})"
         notes.append(Note(text, Site(file, line, "")))
     prediction = replace(prediction, assumptions=(*notes, *prediction.assumptions))
-    if prediction.interval is None or prediction.interval.low != prediction.interval.high:
+    if prediction.interval is None or prediction.interval.reason != SIZES_DEPEND_ON_VALUES:
         return prediction
 
     took = time.monotonic() - started
@@ -240,14 +242,17 @@ def predict_isolated(
     verdict = prediction.verdict
     if verdict == "fits" and high.verdict != "fits":
         verdict = "too close to call"
-    peaks = [each.needed for each in (prediction, low, high)]
+    intervals = [each.interval for each in (prediction, low, high) if each.interval is not None]
     low_peak, high_peak = (
         replace(
             choose(peaks, key=lambda peak: peak.allocated),
             reserved=choose(peak.reserved for peak in peaks),
             device=choose(peak.device for peak in peaks),
         )
-        for choose in (min, builtins.max)
+        for choose, peaks in (
+            (min, [each.low for each in intervals]),
+            (builtins.max, [each.high for each in intervals]),
+        )
     )
     seconds = time.perf_counter() - began
     return replace(prediction, interval=Interval(low_peak, high_peak), verdict=verdict, seconds=seconds)
@@ -371,22 +376,35 @@ def _prediction(
         embeddings=tuple(EmbeddingUse(*key, used) for key, used in tracer.embeddings.items()),
         holders=tracer.holders.found(),
         assumptions=tuple(_assumptions(tracer)),
-        interval=Interval(needed, needed) if sizes_assumed else _interval(tracer, needed, unlimited.at_peak),
+        interval=_interval(tracer, needed, unlimited, residual if sizes_assumed else 0, one_optimizer),
     )
     return _of_ranks(found, tracer.ranks, _nccl(target)) if tracer.ranks > 1 else found
 
 
-def _interval(tracer: Tracer, peak: Peak, at_peak: Sequence[Alive]) -> Interval | None:
-    """Of a program that is compiled but traced as eager: nanoGPT, measured, kept 70 % of what is not there
-    for the whole run; half is the least that is expected."""
+def _interval(tracer: Tracer, peak: Peak, run: Replay, off_by: int, one_optimizer: bool) -> Interval | None:
+    """`off_by`: of a program whose sizes depend on values, as their other values are predicted as well.
+
+    Other steps may be as far from those that were traced as these are apart, or twice as far, where batches
+    differ or layers are dropped. Of a program that is compiled but traced as eager: nanoGPT, measured, kept
+    70 % of what is not there for the whole run; half is the least that is expected.
+    """
+    steps = sorted(step.allocated for step in run.steps[1:]) if one_optimizer else []
+    apart = steps[-1] - steps[0] if steps else 0
+    if steps and (tracer.lengths_differ() or steps[-1] > _SAME_SIZES * steps[0]):
+        off_by += _STEPS_APART * apart
+    if tracer.estimates.sizes_assumed:
+        return Interval(_changed(peak, -off_by), _changed(peak, off_by))
     if not tracer.compiled_as_eager:
-        return None
+        low, high = _changed(peak, -off_by), _changed(peak, off_by)
+        return Interval(low, high, "other steps may differ as those that were traced") if off_by else None
     kinds = ("activation", "temporary", "workspace")
-    less = sum(alive.bytes for alive in at_peak if alive.allocation.kind in kinds) // 2
-    low = replace(
-        peak, allocated=peak.allocated - less, reserved=peak.reserved - less, device=peak.device - less
-    )
-    return Interval(low, peak, "torch.compile is traced as eager")
+    less = sum(alive.bytes for alive in run.at_peak if alive.allocation.kind in kinds) // 2
+    return Interval(_changed(peak, -less), peak, "torch.compile is traced as eager")
+
+
+def _changed(peak: Peak, by: int) -> Peak:
+    by = min(max(by, -peak.allocated // 2), int((_MOST - 1) * peak.allocated))
+    return replace(peak, allocated=peak.allocated + by, reserved=peak.reserved + by, device=peak.device + by)
 
 
 def _batch(tracer: Tracer) -> tuple[BatchTensor, ...]:
