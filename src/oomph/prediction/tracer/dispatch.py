@@ -508,6 +508,8 @@ class DispatchMode(TorchDispatchMode):
         values, call = self.tracer.values, OpCall(func, args, kwargs)
         follow_floats = self.tracer.phase in ("setup", "forward")
         rule = partial(values.propagate, call, tensors, out, follow_floats)
+        if self.tracer.phase == "optimizer":
+            rule = partial(values.update, call, tensors, out)
         self.tracer.guard.call("values", func, rule, partial(values.invalidate, call))
 
     def _record_results(

@@ -17,6 +17,7 @@ these values. Guesses are noted with their line.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import math
@@ -86,12 +87,14 @@ _MAY_WAIT = (
     | aten_ops("""
     nonzero.default linalg_vector_norm.default norm.ScalarOpt_dim sum.default sum.dim_IntList cumsum.default
     amax.default amin.default max.default min.default any.default any.dim all.default all.dim
+    copy.default fill.Scalar fill.Tensor
     _softmax.default _log_softmax.default logsumexp.default scatter.value
 """)
 )
 _MOST_WAITING = 1 << 24  # elements, without those that an expanded dimension repeats
 _MOST_MULTIPLICATIONS = 1 << 28  # of a product: tens of milliseconds
 _COPY = aten.copy_.default
+_REPLACES = aten_ops("copy.default fill.Scalar fill.Tensor")  # all values of their first tensor
 _ADDITIONS = aten_ops("add.Tensor add_.Tensor")
 _BOUNDS = aten_ops("lt.Scalar le.Scalar gt.Scalar ge.Scalar")
 _ORDERS = aten_ops("lt.Tensor le.Tensor gt.Tensor ge.Tensor") | _BOUNDS
@@ -102,11 +105,7 @@ _SCATTERS = aten_ops("scatter.value scatter_.value index_put.default index_put_.
 _MASKED_FILLS = _SCATTERS | aten_ops("""
     masked_fill.Scalar masked_fill.Tensor masked_fill_.Scalar masked_fill_.Tensor where.self
 """)
-_IN_PLACE_FILLS: dict[OpOverload, OpOverload] = {
-    aten.masked_fill_.Scalar: aten.masked_fill.Scalar,
-    aten.masked_fill_.Tensor: aten.masked_fill.Tensor,
-    aten.index_put_.default: aten.index_put.default,
-}
+_IN_PLACE_FILLS = aten_ops("masked_fill_.Scalar masked_fill_.Tensor index_put_.default")
 _REDUCTIONS: dict[OpOverload, Callable[[torch.Tensor], torch.Tensor]] = {
     **dict.fromkeys(aten_ops("all.default all.dim all.dims"), torch.all),
     **dict.fromkeys(aten_ops("any.default any.dim any.dims"), torch.any),
@@ -125,10 +124,11 @@ _RANDOM_INTEGERS: dict[OpOverload, tuple[int | None, int]] = {
     getattr(aten.random_, "from"): (1, 2),
     aten.random_.to: (None, 1),
 }
-_RANDOM_FRACTIONS = aten_ops("rand.default rand.generator rand_like.default")
+_NORMAL = aten_ops("randn.default randn.generator randn_like.default normal_.default")
+_RANDOM_FLOATS = _NORMAL | aten_ops("rand.default rand.generator rand_like.default uniform_.default")
 _RANDOM_FLAGS = aten_ops("bernoulli.default bernoulli.p bernoulli_.float bernoulli_.Tensor")
 _PERMUTATIONS = aten_ops("randperm.default randperm.generator")
-_RANDOM = set(_RANDOM_INTEGERS) | _RANDOM_FRACTIONS | _RANDOM_FLAGS | _PERMUTATIONS
+_RANDOM = set(_RANDOM_INTEGERS) | _RANDOM_FLOATS | _RANDOM_FLAGS | _PERMUTATIONS
 # Ops that return positions along a dimension: which of their results.
 _POSITIONS: dict[OpOverload, int | None] = {
     aten.argmax.default: None,
@@ -243,10 +243,11 @@ class _Waiting:
         values: torch.Tensor | None,
         known: bool,
         result: int = 0,
+        layout: torch.Tensor | None = None,
     ) -> None:
         self._writes, self._call, self._values, self.known, self._result = writes, call, values, known, result
         self._version = None if values is None else self._version_of(values)
-        self._layout: torch.Tensor | None = None
+        self._layout = layout
 
     def compute(self) -> torch.Tensor | None:
         """None where an input has been overwritten since."""
@@ -259,6 +260,11 @@ class _Waiting:
         if self._values is None or self._version_of(self._values) != self._version:
             return None
         return self._values
+
+    def as_guess(self) -> _Waiting:
+        guess = copy.copy(self)
+        guess.known = False
+        return guess
 
     def layout(self) -> torch.Tensor:
         """A tensor without data that has the shape of the values, and a stride of 0 where they repeat."""
@@ -379,12 +385,13 @@ class Values:
                 [weakref.ref(arg) if isinstance(arg, FakeTensor) else arg for arg in args],
             )
         is_float, small = results[0].dtype.is_floating_point, _is_small(results[0])
-        fills_unknown = func in _IN_PLACE_FILLS and self.of(results[0]) is _default(results[0].dtype)
-        fills_unknown = fills_unknown and is_float and not small and results[0] not in self._zeros
-        if fills_unknown and self.put_off(call, given, results):
-            return None
+        if is_float and func._schema.is_mutable:
+            waits = not _is_small(_whole(results[0])) or any(each in self._waiting for each in given)
+            one_hot = func in _SCATTERS and self._made_zeros(results[0])
+            if waits and not one_hot and self.put_off(call, given, results):
+                return None
         if func in _SCATTERS and not small:
-            if not is_float:
+            if not is_float and func is not aten.scatter_.value:
                 self.put_off(call, given, results)
             return self._propagate_scatter(call, results[0])
         if not small or any(tensor in self._waiting for tensor in given):
@@ -419,6 +426,17 @@ class Values:
         if func in _FACTORIZATIONS:
             return self.set(results[-1], torch.zeros((), dtype=torch.int32), whole=False, known=False)
         return self._propagate_guess(call, given, inputs, results, known, follow_floats)
+
+    def update(self, call: OpCall, given: Sequence[torch.Tensor], out: Any) -> None:
+        """After an op of an optimizer's step: parameters stay near to the values that they had."""
+        parameters = [each for each in given if isinstance(each, torch.nn.Parameter) and each in self]
+        before = [(each, self.of(each), self._waiting_for(each)) for each in parameters]
+        self.propagate(call, given, out, follow_floats=False)
+        for each, entry, waiting in before if call.func._schema.is_mutable else ():
+            if waiting is None and entry.whole:
+                waiting = _Waiting(self._writes, None, entry.values, known=False)
+            if waiting is not None:
+                self._wait(each, waiting.as_guess())
 
     def _is_unknown(
         self, func: OpOverload, given: Sequence[torch.Tensor], result: torch.Tensor, follow_floats: bool
@@ -506,16 +524,20 @@ class Values:
 
     def put_off(self, call: OpCall, given: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> bool:
         """Distances between known positions, masks of known lengths, unknown numbers that are masked."""
-        func = _IN_PLACE_FILLS.get(call.func, call.func)
-        may_wait = torch.Tag.pointwise in func.tags or func in _MAY_WAIT or call.func in _IN_PLACE_FILLS
-        if not may_wait or func._schema.is_mutable or not given:
+        func = _out_of_place(call.func)
+        may_wait = func is not None and (
+            torch.Tag.pointwise in func.tags or func in _MAY_WAIT or call.func in _IN_PLACE_FILLS
+        )
+        if func is None or not may_wait or not given:
             return False
         if call.func in _PRODUCTS and results[0].numel() * given[0].shape[-1] > _MOST_MULTIPLICATIONS:
             return False
         inputs: dict[int, _Waiting] = {}
         for tensor in given:
             waiting = self._waiting_for(tensor)
-            if waiting is None:
+            if waiting is None and (self._made_zeros(tensor) or (func in _REPLACES and tensor is results[0])):
+                waiting = self._zeros_like(tensor)
+            elif waiting is None:
                 entry = self.of(tensor)
                 guess = not entry.known and (not entry.whole or tensor.dtype.is_floating_point)
                 if guess and (call.func in _MASKED_FILLS or call.func in _ADDITIONS):
@@ -531,12 +553,42 @@ class Values:
         ]
         if results[0].numel() > _MOST_WAITING and _elements(waiting_results[0]) > _MOST_WAITING:
             return False
-        self.invalidate(call)
+        whole = _whole(results[0])
+        if call.func._schema.is_mutable and whole is not results[0]:
+            written = self._written(whole, results[0], waiting_results[0])
+            self.invalidate(call)
+            if written is not None:
+                self._wait(whole, written)
+        else:
+            self.invalidate(call)
         for result, waiting in zip(results, waiting_results, strict=True):
-            stamp = self._overwritten.get(result.untyped_storage(), 0)
-            result.__dict__[_FOLLOWED] = True
-            self._waiting[result] = waiting, stamp
+            self._wait(result, waiting)
         return True
+
+    def _wait(self, tensor: torch.Tensor, waiting: _Waiting) -> None:
+        tensor.__dict__[_FOLLOWED] = True
+        self._waiting[tensor] = waiting, self._overwritten.get(tensor.untyped_storage(), 0)
+
+    def _written(self, whole: torch.Tensor, part: torch.Tensor, values: _Waiting) -> _Waiting | None:
+        """The values of a tensor of which a view is written."""
+        before, entry = self._waiting_for(whole), self.of(whole)
+        if before is None and self._made_zeros(whole):
+            before = self._zeros_like(whole)
+        elif before is None and entry.whole:
+            before = _Waiting(self._writes, None, entry.values, entry.known)
+        if before is None or not whole.is_contiguous() or whole.storage_offset():
+            return None
+        place = part.shape, part.stride(), part.storage_offset()
+        write: Any = _with_part
+        call = OpCall(write, [before, values, *place], {})
+        return _Waiting(self._writes, call, None, before.known and values.known)
+
+    def _made_zeros(self, tensor: torch.Tensor) -> bool:
+        return tensor in self._zeros and not self._overwritten.get(tensor.untyped_storage())
+
+    def _zeros_like(self, tensor: torch.Tensor) -> _Waiting:
+        zeros = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+        return _Waiting(self._writes, None, zeros, known=True)
 
     def _waiting_for(self, tensor: torch.Tensor) -> _Waiting | None:
         waiting, stamp = self._waiting.get(tensor, (None, 0))
@@ -568,7 +620,7 @@ class Values:
         args = bind(*call)
         target, value = args["self"], args.get("value")
         before = self.of(target)
-        if target in self._zeros and not self._overwritten.get(target.untyped_storage()):
+        if self._made_zeros(target):
             before = Representative(torch.zeros((), dtype=target.dtype), whole=False, known=True)
         if value is None:
             found = self.of(args["values"])
@@ -707,9 +759,21 @@ class Values:
 
     def _draw(self, func: OpOverload, args: Sequence[Any], out: torch.Tensor) -> None:
         """A random op: draws are as good as those of a real run. The sample of a large result is even."""
+        if func in _RANDOM_FLOATS and isinstance(out, torch.nn.Parameter):
+            return  # no mask is made of initial weights
+        if func in _NORMAL and _is_small(out):
+            return
         generator = torch.Generator().manual_seed(self.draws)
         self.draws += 1
-        whole = out.numel() <= _MOST_ELEMENTS
+        whole = _is_small(out) if func in _RANDOM_FLOATS else out.numel() <= _MOST_ELEMENTS
+        if not whole and func in _RANDOM_FLOATS and out.numel() <= _MOST_WAITING:
+            layout = torch.empty(out.shape, device="meta")
+            draw: Any = partial(_drawn, func, _bounds(func, args), tuple(out.shape), generator)
+            # Normal numbers stand for data: a condition on them may have either answer, shares are certain.
+            known = func not in _NORMAL
+            self._wait(out, _Waiting(self._writes, OpCall(draw, (), {}), None, known, layout=layout))
+            if not known:
+                return
         shape = tuple(out.shape) if whole else (_SAMPLE,)
         if whole:
             fractions = torch.rand(out.numel(), generator=generator)
@@ -717,7 +781,9 @@ class Values:
             fractions = torch.linspace(0, 1 - 1e-9, _SAMPLE, dtype=torch.float64)
             fractions = fractions[torch.randperm(_SAMPLE, generator=generator)]
         values = fractions
-        if func in _RANDOM_INTEGERS:
+        if func in _RANDOM_FLOATS:
+            values = _from_fractions(func, _bounds(func, args), fractions)
+        elif func in _RANDOM_INTEGERS:
             first, last = _RANDOM_INTEGERS[func]
             low = 0 if first is None else args[first]
             values = fractions.mul(args[last] - low).add_(low).floor_()
@@ -782,6 +848,43 @@ class Values:
         return self.set(out, values, whole=small, known=False)
 
 
+def _bounds(func: OpOverload, args: Sequence[Any]) -> tuple[float, float]:
+    """Of uniform numbers; of normal ones, mean and deviation. No tensor is kept alive by them."""
+    first, second = (*args[1:3], *(0, 1)[len(args[1:3]) :]) if func._schema.is_mutable else (0, 1)
+    return first, second
+
+
+def _from_fractions(func: OpOverload, bounds: tuple[float, float], fractions: torch.Tensor) -> torch.Tensor:
+    """Random numbers, uniform or normal, from their ranks between 0 and 1."""
+    first, second = bounds
+    if func not in _NORMAL:
+        return fractions.mul(second - first).add_(first)
+    return fractions.clamp(1e-7, 1 - 1e-7).mul_(2).sub_(1).erfinv_().mul_(math.sqrt(2) * second).add_(first)
+
+
+def _drawn(
+    func: OpOverload, bounds: tuple[float, float], shape: Sequence[int], generator: torch.Generator
+) -> torch.Tensor:
+    return _from_fractions(func, bounds, torch.rand(shape, generator=generator))
+
+
+def _with_part(
+    whole: torch.Tensor, part: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int
+) -> torch.Tensor:
+    written = whole.clone(memory_format=torch.contiguous_format)
+    written.as_strided(size, stride, offset).copy_(part)
+    return written
+
+
+@functools.cache
+def _out_of_place(func: OpOverload) -> OpOverload | None:
+    """add for add_; the op itself where it writes into nothing; None where it has no such form."""
+    if not func._schema.is_mutable:
+        return func
+    name = func._schema.name.removeprefix("aten::").removesuffix("_")
+    return getattr(getattr(aten, name, None), func._overloadname, None)
+
+
 def _elements(waiting: _Waiting) -> float:
     """How many different elements the values have at most."""
     try:
@@ -795,7 +898,7 @@ def _elements(waiting: _Waiting) -> float:
 def _run_without_repeats(call: OpCall) -> Any:
     """An elementwise op of expanded tensors runs on one of the elements that are alike."""
     tensors = list(tensors_in(call.args, call.kwargs))
-    if call.func is not aten._to_copy.default and torch.Tag.pointwise not in call.func.tags:
+    if call.func is not aten._to_copy.default and torch.Tag.pointwise not in getattr(call.func, "tags", ()):
         return call.func(*call.args, **call.kwargs)
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
 
@@ -857,6 +960,11 @@ def _real(arg: Any, real: Callable[[Any], Any]) -> Any:
 
 def _is_whole_number(dtype: torch.dtype) -> bool:
     return not dtype.is_floating_point and not dtype.is_complex
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """What it is a view of, or itself."""
+    return tensor if tensor._base is None else tensor._base
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
@@ -1178,7 +1286,7 @@ class ValueEstimates:
         if found.whole:
             count = int(found.values.count_nonzero())
             self.sizes_assumed = True
-            self._note(f"the size of the result of {op} depends on values: {count:,} is assumed")
+            self._note(f"the size of the result of {op} follows from values that are assumed")
             return count
         typical = _typical_rows(mask, found)
         if found.known:
