@@ -277,6 +277,17 @@ def test_optimizers_of_single_parameters_are_no_loop_without_end():
 
 
 @in_process
+@in_trace()
+def test_a_choice_keeps_its_values_where_gradients_go_straight_through():
+    x = nn.Linear(8, 17).cuda()(torch.randn(1, 8, device="cuda"))
+    choice = nn.functional.one_hot(x.argmax(-1), 17)
+    drawn = torch.distributions.OneHotCategorical(logits=x).sample()
+    drawn += x - x.detach()
+    through = nn.functional.gumbel_softmax(x, hard=True), x + (choice - x).detach(), drawn
+    for found in (choice + x - x.detach(), *through):
+        assert sorted(found.detach().cpu().numpy()[0]) == [0.0] * 16 + [1.0]
+
+
 def test_truncated_normals_are_drawn_once():
     """torch 2.13 draws again while a value is out of bounds."""
 

@@ -96,6 +96,7 @@ _MOST_MULTIPLICATIONS = 1 << 28  # of a product: tens of milliseconds
 _COPY = aten.copy_.default
 _REPLACES = aten_ops("copy.default fill.Scalar fill.Tensor")  # all values of their first tensor
 _ADDITIONS = aten_ops("add.Tensor add_.Tensor")
+_DIFFERENCES = aten_ops("sub.Tensor sub_.Tensor")
 _BOUNDS = aten_ops("lt.Scalar le.Scalar gt.Scalar ge.Scalar")
 _ORDERS = aten_ops("lt.Tensor le.Tensor gt.Tensor ge.Tensor") | _BOUNDS
 _ZEROS = aten_ops("zeros.default zeros_like.default new_zeros.default")
@@ -299,6 +300,8 @@ class Values:
         self._guessed = _StorageAttribute()  # storages -> whether a guess was written into them
         self._overwritten = _StorageAttribute()  # storages -> the stamp of their last unknown write
         self._compared = WeakIdKeyDictionary()  # results of comparisons of two numbers -> op, weak arguments
+        self._sums = _StorageAttribute()  # of a choice and an unknown term -> the choice, the term, if added
+        self._terms = _StorageAttribute()  # their storages -> something of their own
         self._zeros = WeakIdKeyDictionary()  # large float tensors that were made of zeros
         self._waiting = WeakIdKeyDictionary()  # tensors -> how their values are computed, the stamp then
         self._writes = _StorageAttribute()  # storages of values -> how often an op was run that wrote there
@@ -368,6 +371,8 @@ class Values:
         results = [item for item in made if isinstance(item, FakeTensor)]
         if not results:
             return self.invalidate(call)
+        if (func in _ADDITIONS or func in _DIFFERENCES) and self._takes_back(call, results[0]):
+            return None
         if self._is_unknown(func, given, results[0], follow_floats):
             return None
         if "out" in kwargs:
@@ -437,6 +442,30 @@ class Values:
                 waiting = _Waiting(self._writes, None, entry.values, known=False)
             if waiting is not None:
                 self._wait(each, waiting.as_guess())
+
+    def _takes_back(self, call: OpCall, result: torch.Tensor) -> bool:
+        """Whether an unknown term is taken back, as where gradients go straight through a choice:
+        `choice + x - x.detach()`, `x + (choice - x).detach()`, `choice + (x - x.detach())`."""
+        adds, pair = call.func in _ADDITIONS, call.args[:2]
+        if call.kwargs or not _is_small(result) or not result.dtype.is_floating_point:
+            return False
+        if not all(isinstance(each, FakeTensor) and each.shape == result.shape for each in pair):
+            return False
+        storages = [each.untyped_storage() for each in pair]
+        first, second = ((each.storage_offset(), each.stride()) for each in pair)
+        if not adds and storages[0] is storages[1] and first == second:
+            self.set(result, torch.zeros(result.shape, dtype=result.dtype))
+            return True
+        for mine, other in ((0, 1), (1, 0))[: 1 + adds]:
+            choice, term, added = self._sums.get(storages[mine], (None, None, None))
+            if choice is not None and added is not adds and term is self._terms.get(storages[other]):
+                self.set(result, choice.values.to(result.dtype), choice.whole, choice.known)
+                return True
+            if _FOLLOWED in pair[mine].__dict__ and _FOLLOWED not in pair[other].__dict__:
+                term = self._terms.get(storages[other]) or object()
+                self._terms[storages[other]] = term
+                self._sums[result.untyped_storage()] = self.of(pair[mine]), term, adds
+        return False
 
     def _is_unknown(
         self, func: OpOverload, given: Sequence[torch.Tensor], result: torch.Tensor, follow_floats: bool
