@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 from small_programs import in_trace, notes_of
 from torch import distributions, nn
+from torch.nn import functional as F
 
 import oomph
 from oomph.cli.targets import program_error_text
@@ -508,6 +509,35 @@ def test_sizes_that_follow_from_guessed_sizes_do_not_multiply():
 
     prediction = oomph.predict(program)
     assert prediction.interval.high.allocated <= 3 * prediction.peak.allocated
+
+
+class Periods(nn.Module):
+    """Folds a sequence by the periods that are strongest in it."""
+
+    def __init__(self, frequencies=None):
+        super().__init__()
+        self.layer, self.frequencies = nn.Linear(256, 256), frequencies
+
+    def forward(self, x):
+        x, folded = self.layer(x), 0
+        amplitudes = torch.fft.rfft(x).abs().mean(0)
+        given = self.frequencies
+        for period in 256 // (amplitudes.topk(2)[1].cpu().numpy() if given is None else given):
+            rows = F.pad(x, (0, -256 % int(period))).view(len(x), -1, int(period))
+            folded = folded + (rows @ rows.mT).softmax(-1).square().sum()
+        return folded
+
+
+def test_positions_by_which_a_model_computes_sizes_give_an_interval():
+    def program(frequencies=None):
+        Periods(frequencies).cuda()(torch.randn(64, 256, device="cuda")).backward()
+
+    prediction = oomph.predict(program, gpu="h200")
+    for frequencies in ((1, 2), (3, 7), (127, 128)):
+        known = oomph.predict(lambda given=frequencies: program(np.array(given)), gpu="h200")
+        assert known.interval is None
+        interval = prediction.interval
+        assert interval.low.allocated <= known.peak.allocated <= interval.high.allocated
 
 
 @in_process

@@ -286,6 +286,8 @@ def _numpy(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any
         tracer.values.resolve(tensor)
     if tracer.values.known(tensor) is None:
         tracer.note("values read on the host as a NumPy array are representative")
+        if not tensor.dtype.is_floating_point:
+            tracer.estimates.read_integers()
     values = tracer.values.whole(tensor)
     values = values.float() if values.dtype == torch.bfloat16 else values
     array = values.numpy()

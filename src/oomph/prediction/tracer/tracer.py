@@ -377,7 +377,12 @@ class Tracer:
         self.guard = RuleGuard(self.note_once)
         self.values = Values()
         self.estimates = ValueEstimates(
-            self.values, self.note, self.note_once, self.site, lambda: self.recorder.live_bytes
+            self.values,
+            self.note,
+            self.note_once,
+            self.site,
+            lambda: self.recorder.live_bytes,
+            lambda: self.modules.inside_model,
         )
         self.work = KernelCounter(gpu)
         self.rule_context = RuleContext(

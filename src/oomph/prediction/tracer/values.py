@@ -310,6 +310,7 @@ class Values:
         self._plain_ops: dict[OpOverload, bool] = {}  # whether no rule is for the op
         self._stamp = 0
         self.draws = 0
+        self.positions_guessed = False
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         return _FOLLOWED in tensor.__dict__ and (tensor in self._entries or tensor in self._waiting)
@@ -506,7 +507,7 @@ class Values:
             return self._spread_positions(call, first, results)
         small = all(map(_is_small, results)) and all(map(_is_small, given))
         whole = all(entry.whole or (entry.known and not entry.values.dim()) for entry in inputs.values())
-        floating = result.dtype.is_floating_point
+        floating = result.dtype.is_floating_point or result.dtype.is_complex
         if floating and not known:
             # What two unknown numbers give is unknown: again 1.0, so that guesses stay finite and small. But
             # times and steps add up.
@@ -834,8 +835,9 @@ class Values:
     def _spread_positions(self, call: OpCall, source: torch.Tensor, results: Sequence[torch.Tensor]) -> None:
         """Positions in an unknown tensor: in turn every one; in the largest case 7 of 8 are the same.
 
-        They begin in the middle: the first ids of a vocabulary are special. Elements that are known to be
-        less than others, as those filled with -inf, come last.
+        They begin in the middle: the first ids of a vocabulary are special. If there are few, the program may
+        compute sizes by them: other cases have the first (not 0, by which it may divide) and the last.
+        Elements that are known to be less than others, as those filled with -inf, come after the others.
         """
         out = results[0 if _POSITIONS[call.func] is None else 1]
         arguments, entry = bind(*call), self.of(source)
@@ -856,7 +858,11 @@ class Values:
         if self._assumptions.sizes == "most":
             row, choice = values // chosen, values % chosen
             values = torch.where(row % 8 == 0, row // 8, 0) * chosen + choice
-        values = (values + bound // 2) % bound
+        begin = bound // 2
+        if out.numel() < _SEVERAL * chosen and self._assumptions.sizes != "typical":
+            begin = bound - chosen if self._assumptions.sizes == "most" else min(1, bound - chosen)
+        values = (values + begin) % bound
+        self.positions_guessed = True
         if follows:
             rows = entry.values.movedim(-1 if dim is None else dim, -1).reshape(-1, bound)
             first = values[::chosen] if chosen < bound else torch.arange(len(rows))
@@ -1102,8 +1108,10 @@ class ValueEstimates:
         note_once: Callable[[str], None],
         site: Callable[[], Site | None],
         allocated: Callable[[], int],
+        inside_model: Callable[[], bool],
     ) -> None:
         self._values = values
+        self._inside_model = inside_model
         self._assumptions = _assumptions.get()
         self._note = note
         self._note_once = note_once
@@ -1138,6 +1146,7 @@ class ValueEstimates:
             if answer != first:
                 values = torch.full_like(values, answer)
             elif type(answer) is int:
+                self.read_integers()
                 self._numbers[self._site() or Site("", 0, "")] = int(values.min()), int(values.max())
         return values.tolist()
 
@@ -1181,6 +1190,7 @@ class ValueEstimates:
             return answer
         other = bool(failed) != answered.cut
         if isinstance(value, int):
+            self.read_integers()
             number = 0 if other else value
             least, most = self._numbers.get(site, (number, number))
             self._numbers[site] = min(least, number), max(most, number)
@@ -1199,6 +1209,10 @@ class ValueEstimates:
             if most > least:
                 text = f"whole numbers read from the GPU are taken as {least} to {most}"
             yield Note(text, site if site.file else None)
+
+    def read_integers(self) -> None:
+        """A model that reads positions computes sizes by them, such as periods."""
+        self.sizes_assumed |= self._values.positions_guessed and self._inside_model()
 
     def state_selected(self, mask: torch.Tensor, rows: int, at_most: bool = False) -> None:
         """The program assigns so many values to the elements that the mask selects."""
