@@ -396,7 +396,7 @@ def _interval(tracer: Tracer, peak: Peak, run: Replay, off_by: int, one_optimize
         return Interval(_changed(peak, -off_by), _changed(peak, off_by))
     if not tracer.compiled_as_eager:
         low, high = _changed(peak, -off_by), _changed(peak, off_by)
-        return Interval(low, high, "other steps may differ as those that were traced") if off_by else None
+        return Interval(low, high, "steps differ, and others may need more or less") if off_by else None
     kinds = ("activation", "temporary", "workspace")
     less = sum(alive.bytes for alive in run.at_peak if alive.allocation.kind in kinds) // 2
     return Interval(_changed(peak, -less), peak, "torch.compile is traced as eager")
