@@ -2,7 +2,7 @@
 
 import copy
 from dataclasses import dataclass
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import torch
@@ -355,3 +355,12 @@ def test_convolution_workspaces_are_said_to_be_estimates():
         batch=lambda device: torch.randn(8, 64, 64, 64, device=device),
     )
     assert any("cuDNN" in note.text for note in oomph.predict(image, gpu="a100-80gb").notes)
+
+
+def test_sizes_of_a_config_are_known_of_a_model_that_is_gone():
+    def program():
+        model = nn.Linear(8, 8).cuda()
+        model.config = SimpleNamespace(hidden_size=8, n_head=2)
+        model(torch.randn(4, 8, device="cuda")).sum().backward()
+
+    assert oomph.predict(program).dimensions == (("d", 8), ("H", 2))

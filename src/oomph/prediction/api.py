@@ -372,7 +372,7 @@ def _prediction(
         margin=off_by,
         batch=_batch(tracer),
         sizes=tuple(tracer.sizes.items()),
-        dimensions=tracer.guard.call("config", "dimensions", tracer.modules.dimensions, tuple),
+        dimensions=tuple(tracer.modules.dimensions.items()),
         embeddings=tuple(EmbeddingUse(*key, used) for key, used in tracer.embeddings.items()),
         holders=tracer.holders.found(),
         assumptions=tuple(_assumptions(tracer)),

@@ -211,6 +211,8 @@ class ModuleStack:
         self._last_root: weakref.ref[nn.Module] | None = None
         self._roots: list[weakref.ref[nn.Module]] = []
         self._has_root = False  # or had one
+        # Sizes that the configs of the models state, by the letters that papers use: V, d, H, dk, f.
+        self.dimensions: dict[str, int] = {}
 
     @property
     def path(self) -> str:
@@ -255,6 +257,15 @@ class ModuleStack:
             if isinstance(module, (nn.ModuleList, nn.Sequential)):
                 for block, run in _repeated_blocks(module).items():
                     self._blocks[block] = list(map(weakref.ref, run))
+        self._add_dimensions(root)
+
+    def _add_dimensions(self, root: nn.Module) -> None:
+        for module in (root, *root.children()):
+            config = getattr(module, "config", None)
+            for letter, names in _CONFIG_NAMES.items():
+                for size in (getattr(config, name, None) for name in names):
+                    if isinstance(size, int) and not isinstance(size, bool) and size > 1:
+                        self.dimensions.setdefault(letter, size)
 
     def _forget(self, id: int, module: object) -> None:
         """A module is gone. Another one may get its id."""
@@ -266,18 +277,6 @@ class ModuleStack:
     def _living_roots(self) -> list[nn.Module]:
         self._roots = [ref for ref in self._roots if ref() is not None]
         return _living(self._roots)
-
-    def dimensions(self) -> tuple[tuple[str, int], ...]:
-        """Sizes that the configs of the models state, by the letters that papers use: V, d, H, dk, f."""
-        found: dict[str, int] = {}
-        for root in self._living_roots():
-            for module in (root, *root.children()):
-                config = getattr(module, "config", None)
-                for letter, names in _CONFIG_NAMES.items():
-                    for size in (getattr(config, name, None) for name in names):
-                        if isinstance(size, int) and not isinstance(size, bool) and size > 1:
-                            found.setdefault(letter, size)
-        return tuple(found.items())
 
     def tensor_names(self) -> list[tuple[torch.Tensor, tuple[str, Kind]]]:
         """Every parameter and buffer of the modules known so far, with its owner's path."""
