@@ -356,6 +356,15 @@ def _legacy_types():
     x.requires_grad_().sum().backward()
 
 
+def _indices_one_by_one():
+    rows, columns = zip(*torch.tensor([[0, 1], [2, 3]], device="cuda"), strict=True)
+    x = torch.zeros(4, 4, device="cuda", requires_grad=True)
+    x[rows, columns].sum().backward()
+    mask = torch.ones(4, 4, device="cuda").bool()
+    mask[rows, columns] = False
+    assert len(x[mask]) == 14
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*without torch.compile")  # of torch itself
 @pytest.mark.parametrize(
     "program",
@@ -374,6 +383,7 @@ def _legacy_types():
         _clamped_on_the_host,
         _shared_by_processes,
         _legacy_types,
+        _indices_one_by_one,
     ],
 )
 def test_what_runs_on_a_gpu_is_traced(program):

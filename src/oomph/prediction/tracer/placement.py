@@ -335,6 +335,7 @@ _T = torch.Tensor
 def _setitem(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A number that is assigned to a tensor of the GPU stays on the host; masks are then filled in place."""
     target, index, value = args
+    index = _with_number_lists(index)
     parts = index if isinstance(index, tuple) else (index,)
     masked = any(isinstance(part, torch.Tensor) and part.dtype == torch.bool for part in parts)
     if tracer.on_gpu(target) and masked and isinstance(value, (bool, int, float, complex)):
@@ -342,6 +343,19 @@ def _setitem(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, A
             value = torch.full((), value, dtype=target.dtype)
     with tracer.placing("gpu" if tracer.on_gpu(target) and tracer.call.place is None else tracer.call.place):
         return func(target, index, value)
+
+
+def _getitem(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    target, index = args
+    with tracer.placing("gpu" if tracer.on_gpu(target) and tracer.call.place is None else tracer.call.place):
+        return func(target, _with_number_lists(index))
+
+
+def _with_number_lists(index: Any) -> Any:
+    """Of an index for several dimensions: lists of tensors, as in x[rows, columns], become numbers."""
+    if not isinstance(index, tuple):
+        return index
+    return tuple(_with_numbers(part) if isinstance(part, (list, tuple)) else part for part in index)
 
 
 def _set_data(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -374,6 +388,7 @@ _GETTERS = {
 
 _HANDLERS: dict[Any, Handler] = {
     _T.__setitem__: _setitem,
+    _T.__getitem__: _getitem,
     _T.to: _to,
     _T.cuda: _cuda,
     _T.cpu: _cpu,
