@@ -575,6 +575,7 @@ class Verification:
     kind: FixKind  # the least exact of the fixes'
     differences: tuple[Difference, ...]  # largest first
     tolerance: float | None  # None: the fixes change the numbers by design
+    notes: tuple[str, ...] = ()
 
     @property
     def holds(self) -> bool:

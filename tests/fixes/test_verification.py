@@ -94,3 +94,19 @@ def test_sizes_are_replaced_and_large_models_refused(capfd):
     large = oomph.Workload(lambda: nn.Linear(2**16, 2**15), lambda device: None)
     with pytest.raises(UserError, match=r"has 8\.0 GiB of parameters; give a target with a small"):
         fixes.verify("activation_checkpointing", large)
+
+
+def test_a_difference_that_dropout_may_explain_says_so():
+    def model():
+        return nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.5))
+
+    work = oomph.Workload(
+        model,
+        lambda device: torch.randn(8, 8, device=device),
+        lambda model, batch: model(batch).square().mean(),
+        torch.optim.SGD,
+    )
+    found = fixes.verify("micro_batches:parts=2", work)
+    assert not found.holds
+    assert "dropout" in found.notes[0]
+    assert fixes.verify("allocator", work).notes == ()

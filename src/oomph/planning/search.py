@@ -194,7 +194,8 @@ def fit(
     limit = min(limits)
     if limit <= 0:
         context = format_bytes(card.context)
-        raise UserError(f"the CUDA context alone takes {context}, which is more than the limit")
+        of_another = "; it is that of an H200: name the card (--gpu)" if card.bandwidth is None else ""
+        raise UserError(f"the CUDA context alone takes {context}, which is more than the limit{of_another}")
     is_max = max is not None and limit == parse_bytes(max)
     host = _host_memory() if host_memory is None else parse_bytes(host_memory)
     card = gpus.with_rates(card)

@@ -391,13 +391,15 @@ def verification_text(found: Verification) -> str:
         result = f"{names}: the same loss, gradients and parameters, within {found.tolerance:g}"
     else:
         result = f"{names}: NOT the same; exact fixes may differ by at most {found.tolerance:g}"
+    lines = [result, *found.notes, ""]
     count = len(found.differences)
-    lines = [
-        result,
-        "",
-        f"  {count} tensors compared; the largest differences, relative to each tensor's maximum:",
-    ]
-    lines += [f"  {each.error:9.2e}  {each.name}" for each in found.differences[:_DIFFERENCES_SHOWN]]
+    if any(each.error for each in found.differences):
+        lines.append(
+            f"  {count} tensors compared; the largest differences, relative to each tensor's maximum:"
+        )
+        lines += [f"  {each.error:9.2e}  {each.name}" for each in found.differences[:_DIFFERENCES_SHOWN]]
+    else:
+        lines.append(f"  {count} tensors compared; all are equal bit by bit")
     return "\n".join(lines) + "\n"
 
 
@@ -409,6 +411,7 @@ def verification_to_json(found: Verification) -> dict[str, Any]:
         "fixes": list(found.fixes),
         "kind": found.kind,
         "tolerance": found.tolerance,
+        "notes": list(found.notes),
         "differences": [
             {"name": each.name, "error": each.error if math.isfinite(each.error) else None}
             for each in found.differences
