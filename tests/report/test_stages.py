@@ -91,8 +91,9 @@ def test_a_forward_without_backward_ends_with_the_head():
     assert [row.stage for row in rows][-1] == "after full forward"
 
 
-def test_a_program_that_marks_no_steps_starts_when_its_model_is_there():
-    rows = stage_table(scripted(SCRIPT.replace("|step 1 ", "").partition(" |step 2")[0]))
+@pytest.mark.parametrize("mark", ["", "|step 1 "])
+def test_a_program_that_builds_its_model_in_its_first_step_starts_when_it_is_there(mark):
+    rows = stage_table(scripted(mark + SCRIPT.replace("|step 1 ", "").partition(" |step 2")[0]))
     assert [row.stage for row in rows][:2] == ["parameters", "after embedding"]
     assert rows[0].allocated == 8 * GiB
 

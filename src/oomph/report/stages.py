@@ -123,8 +123,8 @@ def _stage_ends(prediction: Prediction) -> list[tuple[str, int]] | None:
     stack = _largest_stack(prediction, start or 0, forward_end)
     if stack is None:
         return None
-    if start is None:  # a program without steps, which builds its model and calls it once
-        start = _last_model_allocation(prediction, stack.first_enter)
+    # A script builds its model within its first step.
+    start = max(start or 0, _last_model_allocation(prediction, stack.first_enter))
     head = _head(prediction, stack.last_exit, forward_end)
     stages = [
         ("parameters", start),
