@@ -189,6 +189,25 @@ for step in range(1, 9):
     assert run([*fit, "--steps", "5"]) == 1
 
 
+def test_a_plan_is_for_the_sizes_that_are_asked_for(tmp_path, capsys):
+    file = tmp_path / "short_batches.py"
+    file.write_text("""
+import torch
+model = torch.nn.Sequential(torch.nn.Embedding(100, 64), torch.nn.Linear(64, 64)).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+for step in range(3):
+    model(torch.randint(100, (8, 100)).cuda()).sum().backward()
+    optimizer.step()
+""")
+    fit = ["fit", str(file), "--gpu", "h200", "--max", "100MiB"]
+    assert run(fit) == 0
+    assert run([*fit, "--sizes", "T=20000"]) == 1
+    assert "[8, 100] are traced as [8, 20000]" in capsys.readouterr().out
+    assert run(["predict", *fit[1:], "--sizes", "T=20000"]) == 1
+    assert "oomph fit" in (out := capsys.readouterr().out)
+    assert "--sizes T=20000" in out
+
+
 def test_a_script_is_fitted_and_run_with_another_allocator(tmp_path, monkeypatch, capsys):
     file, plan = str(tmp_path / "fragmented.py"), str(tmp_path / "plan.json")
     Path(file).write_text("""

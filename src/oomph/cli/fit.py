@@ -22,7 +22,7 @@ from oomph.cli.common import (
     write_stdout,
 )
 from oomph.cli.fixes import fix_kinds
-from oomph.cli.predict import PredictOptions, predict_target
+from oomph.cli.predict import BatchSizes, PredictOptions, batch_sizes, predict_target
 from oomph.cli.targets import (
     StepOptions,
     TargetOptions,
@@ -51,6 +51,7 @@ class FitOptions(StepOptions):
     host_memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Host memory that fixes may pin; default: all.")
     ] = None
+    sizes: BatchSizes = None
     plan: Annotated[str | None, typer.Option(metavar="FILE.json", help="Write the plan to this file.")] = None
     largest: Annotated[
         str | None, typer.Option(metavar="batch|sequence", help="Also find the largest that fits.")
@@ -75,7 +76,12 @@ def run_fit(given: FitOptions) -> ExitStatus:
     from oomph.prediction.isolation import run_isolated
 
     search = partial(
-        fit, gpu=options.gpu, budget=options.budget, allow=kinds, host_memory=options.host_memory
+        fit,
+        gpu=options.gpu,
+        budget=options.budget,
+        allow=kinds,
+        host_memory=options.host_memory,
+        sizes=batch_sizes(options, options.sizes),
     )
 
     def run(progress: Progress) -> tuple[Plan, dict[str, Any]]:
@@ -131,7 +137,9 @@ def _write_page(file: str, options: FitOptions, plan: Plan) -> None:
     """Both steps are predicted once more: a plan has their peaks only."""
     limit = f"{plan.limit}B" if options.gpu and options.budget else options.max
     given = {field.name: getattr(options, field.name) for field in fields(TargetOptions)}
-    asked = PredictOptions(**given, gpu=options.gpu or options.budget, max=limit, steps=options.steps)
+    asked = PredictOptions(
+        **given, gpu=options.gpu or options.budget, max=limit, steps=options.steps, sizes=options.sizes
+    )
     runs = [("as it is", predict_target(asked, silent=True, search=False))]
     if plan.fixes:
         fixed = replace(asked, fix=tuple(map(fix_word, plan.fixes)))
@@ -148,6 +156,7 @@ def _check(options: FitOptions) -> None:
     no_limit = options.gpu is None and options.budget is None and options.max is None
     if no_limit and not is_config(options.target):  # which may have a limit of its own
         raise UserError("fit needs a card or a budget: --gpu rtx4090, or --budget 20GiB")
+    batch_sizes(options, options.sizes)
     for size in (options.budget, options.host_memory):
         if size is not None:
             units.parse_bytes(size)

@@ -67,6 +67,16 @@ class DiagnoseOptions(StepOptions):
         return tuple(name for name, allow in allowed.items() if allow)
 
 
+BatchSizes = Annotated[
+    str | None,
+    typer.Option(
+        "--sizes",
+        metavar="T=4096|longest",
+        help="Sizes of the batch (B, T, H, W, or 512=4096), or those of the data set's longest sample.",
+    ),
+]
+
+
 @dataclass(frozen=True, slots=True)
 class PredictOptions(DiagnoseOptions):
     snapshot: Annotated[
@@ -77,13 +87,7 @@ class PredictOptions(DiagnoseOptions):
         bool,
         typer.Option("--stages", help="Print only how memory grows over the first step, stage by stage."),
     ] = False
-    sizes: Annotated[
-        str | None,
-        typer.Option(
-            metavar="T=4096|longest",
-            help="Sizes of the batch (B, T, H, W, or 512=4096), or those of the data set's longest sample.",
-        ),
-    ] = None
+    sizes: BatchSizes = None
     ranks: Annotated[
         int | None, typer.Option(metavar="N", help="Predict one of N ranks; a script runs as under torchrun.")
     ] = None
@@ -218,9 +222,10 @@ def _with_applicable_fixes(diagnosis: Diagnosis, options: PredictOptions) -> Dia
 def next_step(options: PredictOptions, prediction: Prediction) -> str:
     if prediction.fits is not False or options.plan is not None:
         return ""
-    if options.fixes or options.sizes:  # which `oomph fit` does not take
+    if options.fixes:  # which `oomph fit` does not take
         return "\nNext: `oomph fit` looks for the cheapest fixes with which a step fits.\n"
-    command = shlex.join(("oomph", *options.command("fit", *options.limits)))
+    sizes = ("--sizes", options.sizes) if options.sizes else ()
+    command = shlex.join(("oomph", *options.command("fit", *options.limits, *sizes)))
     return f"\nNext: `{command}` looks for the cheapest fixes with which it fits.\n"
 
 
@@ -239,11 +244,7 @@ def check_options(options: PredictOptions) -> None:
             "--ranks N alone runs it as under torchrun"
         )
     _parallel(options)
-    if options.sizes is not None and is_config(options.target):
-        raise UserError("--sizes is for programs; override the keys of a config, e.g. data.seq_len=4096")
-    sizes = _sizes(options)
-    if options.is_script and sizes is not None:
-        units.check_batch_sizes(sizes)
+    batch_sizes(options, options.sizes)
     options.check()
     if options.fixes:
         from oomph.fixes import uses_of
@@ -270,7 +271,11 @@ def predict_target(
 
     def run(progress: Progress) -> Prediction:
         predict = partial(
-            predict_program, gpu=options.gpu, sizes=_sizes(options), progress=progress, search=search
+            predict_program,
+            gpu=options.gpu,
+            sizes=batch_sizes(options, options.sizes),
+            progress=progress,
+            search=search,
         )
         if options.is_script:
             return predict(replace(script_with_fixes(options), on_end=on_end), max=options.max)
@@ -323,9 +328,14 @@ def with_fixes(target: Any, fixes: Sequence[str | FixUse]) -> Any:
     return function
 
 
-def _sizes(options: PredictOptions) -> Any:
+def batch_sizes(options: StepOptions, given: str | None) -> Any:
     """As `oomph.predict` takes them."""
-    return options.sizes if options.sizes in (None, "longest") else parse_sizes(str(options.sizes))
+    if given is not None and is_config(options.target):
+        raise UserError("--sizes is for programs; override the keys of a config, e.g. data.seq_len=4096")
+    sizes: Any = given if given in (None, "longest") else parse_sizes(given)
+    if options.is_script and sizes is not None:
+        units.check_batch_sizes(sizes)
+    return sizes
 
 
 def _parallel(options: PredictOptions) -> Any:

@@ -33,6 +33,7 @@ from oomph.prediction.isolation import (
     run_isolated,
 )
 from oomph.prediction.script import WATCH_THREAD
+from oomph.prediction.tracer.batch_sizes import Sizes
 from oomph.records import FixKind, FixUse, Prediction, Progress, Proposal
 from oomph.workload import Workload
 
@@ -177,9 +178,15 @@ class _StoppedProgram:
 class FunctionProgram(_StoppedProgram):
     """Predicts a function that sets up and returns the step, with fixes of its model. Isolated, too."""
 
-    def __init__(self, function: Callable[[], Any], card: GPU | None, limit: str | int | None) -> None:
+    def __init__(
+        self,
+        function: Callable[[], Any],
+        card: GPU | None,
+        limit: str | int | None,
+        sizes: Sizes | None = None,
+    ) -> None:
         self._function = function
-        self._predict = functools.partial(predict, gpu=card, max=limit, search=False)
+        self._predict = functools.partial(predict, gpu=card, max=limit, sizes=sizes, search=False)
 
     def predict(self) -> Prediction:
         return _predict_before_forks(lambda: self._predict(self._function))
@@ -229,9 +236,11 @@ class FunctionProgram(_StoppedProgram):
 class ScriptProgram(_StoppedProgram):
     """Predicts a script with fixes of its model."""
 
-    def __init__(self, script: Script, card: GPU | None, limit: str | int | None) -> None:
+    def __init__(
+        self, script: Script, card: GPU | None, limit: str | int | None, sizes: Sizes | None = None
+    ) -> None:
         self._script = script
-        self._predict = functools.partial(predict, gpu=card, max=limit, search=False)
+        self._predict = functools.partial(predict, gpu=card, max=limit, sizes=sizes, search=False)
 
     def predict(self) -> Prediction:
         found = self._predict(self._script)

@@ -32,6 +32,7 @@ from oomph.gpus import GPU
 from oomph.planning.programs import Fixes, FunctionProgram, Program, Proposals, ScriptProgram, WorkloadProgram
 from oomph.planning.reduced import UNKNOWN_SECONDS, Costs, Reduction, costs, joint_costs, step_seconds
 from oomph.prediction import Script, call_on_fake_gpu
+from oomph.prediction.api import with_sizes
 from oomph.prediction.isolation import (
     autograd_breaks_in_forks,
     run_in_new_interpreter,
@@ -39,6 +40,7 @@ from oomph.prediction.isolation import (
     show_progress,
 )
 from oomph.prediction.program import as_program
+from oomph.prediction.tracer.batch_sizes import Sizes
 from oomph.records import (
     FIX_KINDS,
     Allocation,
@@ -164,6 +166,7 @@ def fit(
     max: str | int | None = None,
     allow: Collection[str] = ("exact",),
     host_memory: str | int | None = None,
+    sizes: Sizes | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """The cheapest set of fixes with which the step fits `gpu`, a name or a size.
@@ -174,7 +177,8 @@ def fit(
     where the program makes its optimizer.
 
     `allow` names the kinds of fixes that may be used: "exact", "precision", "training", "compile".
-    `host_memory` limits what fixes may pin on the host; by default what this machine has. If nothing fits,
+    `host_memory` limits what fixes may pin on the host; by default what this machine has. `sizes` are those
+    of the batch, as `oomph.predict` takes them: a plan for the longest batch. If nothing fits,
     the plan is the closest set that was found, and `needs` names the kinds that would have to be allowed;
     "compile" is not tried for that, because it takes minutes.
     """
@@ -200,19 +204,28 @@ def fit(
     host = _host_memory() if host_memory is None else parse_bytes(host_memory)
     card = gpus.with_rates(card)
     if isinstance(target, Script) and autograd_breaks_in_forks():
-        options = {"gpu": gpu, "budget": budget, "max": max, "allow": kinds, "host_memory": host}
+        options = {
+            "gpu": gpu,
+            "budget": budget,
+            "max": max,
+            "allow": kinds,
+            "host_memory": host,
+            "sizes": sizes,
+        }
         with show_progress(progress) as report:
             return run_in_new_interpreter(fit, report, target, **options)
     if isinstance(target, Script):
         with show_progress(progress) as report:
-            return _Search(ScriptProgram(target, card, limit), card, limit, host, is_max).plan(kinds, report)
+            program: Program = ScriptProgram(target, card, limit, sizes)
+            return _Search(program, card, limit, host, is_max).plan(kinds, report)
 
     def search(report: Progress) -> Plan:
         step = target if isinstance(target, Workload) else call_on_fake_gpu(target)
         if isinstance(step, Workload):
+            step = step if sizes is None else with_sizes(step, sizes)
             program: Program = WorkloadProgram(step, card, limit)
         else:
-            program = FunctionProgram(target, card, limit)  # type: ignore[arg-type]
+            program = FunctionProgram(target, card, limit, sizes)  # type: ignore[arg-type]
         return _Search(program, card, limit, host, is_max).plan(kinds, report)
 
     with show_progress(progress) as report:

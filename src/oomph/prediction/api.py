@@ -127,9 +127,7 @@ def predict(
     began = time.perf_counter()
 
     if sizes is not None and isinstance(target, Workload):
-        if sizes == "longest":
-            raise UserError('sizes="longest" is for scripts and functions; a Workload names its sizes')
-        target, sizes = target.with_sizes(sizes), None
+        target, sizes = with_sizes(target, sizes), None
     elif sizes is not None:
         check_batch_sizes(sizes)
 
@@ -157,6 +155,12 @@ def predict(
 
     with show_progress(progress) as report:
         return predict_isolated(run, report, allow)
+
+
+def with_sizes(workload: Workload, sizes: Sizes) -> Workload:
+    if sizes == "longest":
+        raise UserError('sizes="longest" is for scripts and functions; a Workload names its sizes')
+    return workload.with_sizes(sizes)
 
 
 def predict_isolated(
