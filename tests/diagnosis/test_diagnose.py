@@ -75,13 +75,16 @@ WORKLOAD = oomph.Workload(
 )
 
 
-def test_command_prints_findings_of_a_workload_as_json(capsys):
-    assert run(["diagnose", f"{__file__}:WORKLOAD", "--gpu", "8GiB", "--json"]) == 0
+@pytest.mark.parametrize("rows", [4, 2])
+def test_command_prints_findings_of_a_workload_as_json(capsys, rows):
+    sizes = [] if rows == 4 else ["--sizes", f"B={rows}"]
+    assert run(["diagnose", f"{__file__}:WORKLOAD", "--gpu", "8GiB", "--json", *sizes]) == 0
     found = json.loads(capsys.readouterr().out)
     cause = found["findings"][0]
     assert cause["pattern"] == "attention matrices"
     assert cause["growth"] == "x4 when T doubles, x2 when B doubles"
     assert "B*T^2 float32" in cause["formula"]
+    assert f"B={rows}" in cause["formula"]
     assert cause["sites"][0]["function"] == "attention"
     assert "fused_attention" in cause["fixes"]
     assert "attn_implementation" not in cause["fixes"]  # of Hugging Face's models

@@ -47,11 +47,22 @@ if TYPE_CHECKING:
     from oomph.prediction import Script
 
 
+BatchSizes = Annotated[
+    str | None,
+    typer.Option(
+        "--sizes",
+        metavar="T=4096|longest",
+        help="Sizes of the batch (B, T, H, W, or 512=4096), or those of the data set's longest sample.",
+    ),
+]
+
+
 @dataclass(frozen=True, slots=True)
 class DiagnoseOptions(StepOptions):
     json: Json = False
     html: Html = None
     fix: FixWords = ()
+    sizes: BatchSizes = None
     allow_subprocesses: Annotated[
         bool,
         typer.Option("--allow-subprocesses", help="Let the program start others; their effects are real."),
@@ -67,16 +78,6 @@ class DiagnoseOptions(StepOptions):
         return tuple(name for name, allow in allowed.items() if allow)
 
 
-BatchSizes = Annotated[
-    str | None,
-    typer.Option(
-        "--sizes",
-        metavar="T=4096|longest",
-        help="Sizes of the batch (B, T, H, W, or 512=4096), or those of the data set's longest sample.",
-    ),
-]
-
-
 @dataclass(frozen=True, slots=True)
 class PredictOptions(DiagnoseOptions):
     snapshot: Annotated[
@@ -87,7 +88,6 @@ class PredictOptions(DiagnoseOptions):
         bool,
         typer.Option("--stages", help="Print only how memory grows over the first step, stage by stage."),
     ] = False
-    sizes: BatchSizes = None
     ranks: Annotated[
         int | None, typer.Option(metavar="N", help="Predict one of N ranks; a script runs as under torchrun.")
     ] = None
@@ -273,7 +273,7 @@ def predict_target(
         predict = partial(
             predict_program,
             gpu=options.gpu,
-            sizes=batch_sizes(options, options.sizes),
+            sizes=batch_sizes(options, options.sizes if sizes is None else None),
             progress=progress,
             search=search,
         )
