@@ -100,6 +100,7 @@ def results_of_kernels():
     F.soft_margin_loss(x, target), F.logsigmoid(x), F.batch_norm(x, None, None, training=True)
     F.group_norm(x, 2).sum().backward()
     F.fold(F.unfold(image, 3), (8, 8), 3)
+    nn.LSTMCell(8, 8).cuda()(x)[0].sum().backward(), nn.GRUCell(8, 8).cuda()(x).sum().backward()
     nn.EmbeddingBag(8, 8).cuda()(torch.zeros(2, 3, dtype=torch.long, device="cuda"))
     pack_padded_sequence(torch.randn(4, 2, 8, device="cuda"), torch.tensor([4, 2]))
     half, wide = torch.randn(8, 8, device="cuda", dtype=BF16), torch.randn(8, 8, device="cuda")
@@ -126,6 +127,7 @@ def composites():
     packed = pack_padded_sequence(sequence, torch.tensor([4, 2]))
     for network in (nn.LSTM(8, 8), nn.GRU(8, 8), nn.RNN(8, 8), nn.RNN(8, 8, nonlinearity="relu")):
         network.cuda()(sequence)[0].sum().backward()
+    nn.LSTMCell(8, 8).cuda()(x), nn.GRUCell(8, 8).cuda()(x)
     pad_packed_sequence(packed)
 
 
