@@ -131,7 +131,7 @@ def run_here(workload: str, change: str, gpu: str, lock: Path | None, cap: bool)
     from benchmarks.accuracy.gpu_runs import prepared, take_turn
     from oomph import gpus
     from oomph.measurement.measure import CudaMeter, allocator_set_to, observe
-    from oomph.prediction.replay import classes
+    from oomph.prediction.allocator import classes
     from oomph.workload import Workload
 
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""The margins of oomph.prediction.replay from the residuals of `reserved`, class by class.
+"""The margins of oomph.prediction.allocator from the residuals of `reserved`, class by class.
 
 python -m benchmarks.accuracy.margins    # anywhere: reads accuracy.csv and capped_*.csv, writes margins.csv
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from benchmarks import RESULTS
 from benchmarks.accuracy.rows import ACCURACY, Comparison
 from benchmarks.rows import read, stored, write
-from oomph.prediction.replay import MARGINS
+from oomph.prediction.allocator import MARGINS
 
 
 @dataclass(frozen=True)

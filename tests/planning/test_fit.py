@@ -15,7 +15,7 @@ from oomph.cli.main import run
 from oomph.fixes import find, uses_of
 from oomph.planning import largest_size, read_plan, write_plan
 from oomph.planning.reduced import reduction
-from oomph.prediction.replay import replay
+from oomph.prediction.allocator import replay
 
 MiB = 1 << 20
 
@@ -265,7 +265,7 @@ def test_the_largest_batch_that_fits(plan):
 @pytest.mark.usefixtures("in_process")
 def test_a_set_that_fits_because_cached_memory_is_released_is_found(monkeypatch):
     version = ".".join(torch.__version__.split(".")[:2])
-    monkeypatch.setattr("oomph.prediction.replay._MEASURED_TORCH", {version})  # others have a larger margin
+    monkeypatch.setattr("oomph.prediction.allocator._MEASURED_TORCH", {version})  # others: a larger margin
 
     def train():
         blocks = (nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from oomph.prediction.replay import replay
+from oomph.prediction.allocator import replay
 from oomph.records import Allocation, Event, Moment, StepPeak
 
 MIB = 1024 * 1024

@@ -9,7 +9,7 @@ from benchmarks.report.traces import trained
 
 from oomph.cli.main import run
 from oomph.errors import UserError
-from oomph.prediction.replay import replay
+from oomph.prediction.allocator import replay
 from oomph.report.recording import read_snapshot
 from oomph.report.snapshot import write_snapshot
 from oomph.report.terminal import report_console, report_text

@@ -7,7 +7,7 @@ import pytest
 from sample_prediction import allocation, prediction
 from torch.cuda import _memory_viz
 
-from oomph.prediction.replay import replay
+from oomph.prediction.allocator import replay
 from oomph.records import Event, Site
 from oomph.report.snapshot import snapshot, write_snapshot
 

@@ -198,7 +198,7 @@ def _measured_script(options: PredictOptions, ops: bool) -> Any:
     from oomph.measurement.measure import Reading, summarise
     from oomph.measurement.oplog import MeasuredOps, record_ops
     from oomph.prediction.isolation import finish
-    from oomph.prediction.script import run_as_main
+    from oomph.prediction.program import run_as_main
 
     readings: list[Any] = [Reading(0, "setup", 0, 0, 0, 0.0)]
     counts: Counter[int] = Counter()  # steps of each optimizer

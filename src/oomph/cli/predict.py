@@ -360,7 +360,7 @@ def _on_ranks(workload: Any, options: PredictOptions) -> Any:
 
 
 def _write_snapshot(file: str, prediction: Prediction) -> None:
-    from oomph.prediction.replay import replay
+    from oomph.prediction.allocator import replay
     from oomph.report.snapshot import write_snapshot
 
     # Without a limit, so that the snapshot shows the whole run instead of ending at the failed allocation.

@@ -66,7 +66,7 @@ def run_script(
     from oomph.fixes import uses_of
     from oomph.fixes.scripts import ModelChange, check_for_scripts, on_each_optimizer, set_allocator_for
     from oomph.measurement.oplog import record_history
-    from oomph.prediction.script import no_model_error, run_as_main
+    from oomph.prediction.program import no_model_error, run_as_main
 
     has_gpu = torch.cuda.device_count() > 0
     words = [word for one in fixes for word in ("--plan" if one == plan else "--fix", one)]

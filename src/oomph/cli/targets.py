@@ -159,7 +159,7 @@ def open_target(target: str, overrides: Sequence[str] = ()) -> Iterator[Workload
 
         yield predicted_workload(_load_config(target, overrides))
         return
-    from oomph.prediction.script import seed_generators
+    from oomph.prediction.program import seed_generators
 
     source, name = split_target(target)
     seed_generators()

@@ -22,7 +22,7 @@ from oomph.fixes.modules import check_model_id
 from oomph.fixes.optimizers.conversion import FusedOptimizer, NoForeach, OptimizerFix
 from oomph.fixes.registry import Fix, FixContext, all_fixes, find
 from oomph.fixes.workload_settings import Allocator
-from oomph.prediction.script import on_first_training_call
+from oomph.prediction.program import on_first_training_call
 from oomph.records import FixUse, Prediction, Proposal
 from oomph.units import counted
 from oomph.workload import ALLOCATOR_VARIABLES, ignored_allocator, set_allocator

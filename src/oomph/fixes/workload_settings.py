@@ -11,8 +11,7 @@ import torch
 from oomph import gpus
 from oomph.errors import UserError
 from oomph.fixes.registry import Fix, FixContext, Target, check_whole_number, parameter_dtype
-from oomph.prediction.allocator import AllocatorSettings
-from oomph.prediction.replay import replay
+from oomph.prediction.allocator import AllocatorSettings, replay
 from oomph.units import MiB
 from oomph.workload import Workload, allocator_of_environment
 

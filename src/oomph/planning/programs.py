@@ -32,7 +32,7 @@ from oomph.prediction.isolation import (
     run_in_new_interpreter,
     run_isolated,
 )
-from oomph.prediction.script import WATCH_THREAD
+from oomph.prediction.program import WATCH_THREAD
 from oomph.prediction.tracer.batch_sizes import Sizes
 from oomph.records import FixKind, FixUse, Prediction, Progress, Proposal
 from oomph.workload import Workload

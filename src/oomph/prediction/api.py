@@ -17,7 +17,14 @@ from oomph import gpus
 from oomph.errors import ArgumentError, OomphError, ProgramError, UserError
 from oomph.gpus import GPU
 from oomph.prediction import program
-from oomph.prediction.allocator import AllocatorSettings, allocator_settings
+from oomph.prediction.allocator import (
+    AllocatorSettings,
+    Replay,
+    allocator_settings,
+    is_convolution_workspace,
+    margin,
+    replay,
+)
 from oomph.prediction.cuda import cudnn
 from oomph.prediction.isolation import (
     TookTooLong,
@@ -35,8 +42,7 @@ from oomph.prediction.isolation import (
     trace_lock,
     without_collection,
 )
-from oomph.prediction.replay import Replay, is_convolution_workspace, margin, replay
-from oomph.prediction.script import Script, run_script
+from oomph.prediction.program import Script, run_script
 from oomph.prediction.tracer.batch_sizes import BatchSizes, Sizes
 from oomph.prediction.tracer.dispatch import WrongDevice, count_uses_of_gradient
 from oomph.prediction.tracer.session import tracing

@@ -2,7 +2,7 @@
 
 The child is forked, so that it has the caller's objects, and ends with the program. The caller's threads,
 torch's modes and flags, patched names and random states stay as they are; a crash, `os._exit` or a signal
-ends the child alone. Files that the program writes go to an overlay (file_overlay.py). Other programs are not
+ends the child alone. Files that the program writes go to an overlay (files.py). Other programs are not
 started and the network is not used, unless allowed.
 """
 
@@ -39,8 +39,7 @@ import torch
 from torch.utils import collect_env
 
 from oomph.errors import OomphError, ProgramError, UserError, blame
-from oomph.prediction import file_overlay
-from oomph.prediction.tracer.saving import find_users_of_safetensors
+from oomph.prediction import files
 from oomph.records import Progress
 from oomph.torch_internals import FakeTensorMode
 from oomph.units import MiB
@@ -162,8 +161,8 @@ def _prepare() -> None:
     FakeTensorMode()  # imports what every trace needs
     with contextlib.suppress(ImportError):
         import safetensors.torch  # noqa: F401
-    find_users_of_safetensors()
-    file_overlay.find_patched_references()
+    files.find_users_of_safetensors()
+    files.find_patched_references()
     _modules_of_parent = frozenset(sys.modules)
 
 
@@ -220,7 +219,7 @@ def _refuse_effects_here() -> None:
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if event in _AUDITED and getattr(_refusing, "on", False):
-            file_overlay.refuse_write(event, args, ())
+            files.refuse_write(event, args, ())
             _refuse_effect(event, args, _refusing.allow)
 
     sys.addaudithook(hook)
@@ -484,7 +483,7 @@ def _isolate(scratch: str, allow: Collection[str]) -> None:
     _end_with_parent()
     _use_one_thread()
     _watch_line_ends()
-    refuse_other_writes = file_overlay.install(scratch)
+    refuse_other_writes = files.install(scratch)
     gc.freeze()  # the parent's objects: collecting them would copy its memory
 
     def refuse(event: str, args: tuple[Any, ...]) -> None:
@@ -509,7 +508,7 @@ def _isolate(scratch: str, allow: Collection[str]) -> None:
         # It describes the machine by the output of a dozen programs, and takes any of them to fail.
         collect_env.run = lambda command: (127, "", "not started in a prediction")
         _make_locks_for_forks()
-        file_overlay.forbid_writes_outside((scratch, "/dev", "/proc/self"))
+        files.forbid_writes_outside((scratch, "/dev", "/proc/self"))
 
 
 def _keep_sockets_in(scratch: str) -> None:
@@ -712,7 +711,7 @@ def _forget_imports_of_other_threads() -> None:
 _ENVIRONMENT = {"GIT_OPTIONAL_LOCKS": "0", "WANDB_MODE": "disabled", "JOBLIB_MULTIPROCESSING": "0"}
 _COMMANDS = {"subprocess.Popen": 1, "os.system": 0, "os.exec": 1, "os.posix_spawn": 1}
 # Hooks are called for all events, also for every id() of a trace: one hook, and the others cost it little.
-_AUDITED = file_overlay.AUDITED_WRITES | {"socket.connect", *_COMMANDS}
+_AUDITED = files.AUDITED_WRITES | {"socket.connect", *_COMMANDS}
 # With more words, some of them write.
 _WHOLE_QUERIES = (("git", "symbolic-ref", "--short", "HEAD"), ("hostname",), ("lspci",), ("stty", "size"))
 _QUERIES = (  # what programs ask before they train; with these words, none of them writes

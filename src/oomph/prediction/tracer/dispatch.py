@@ -10,13 +10,15 @@ import contextlib
 import functools
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
+from oomph.errors import UserError
 from oomph.prediction.cuda.dispatch_keys import run_composite
 from oomph.prediction.cuda.rules import (
     ALLOCATION_ORDER,
@@ -50,8 +52,7 @@ from oomph.prediction.tracer.fast_path import (
     is_dense,
 )
 from oomph.prediction.tracer.placement import PlacementMode, without_cuda
-from oomph.prediction.tracer.sparse import CONVERSIONS, MAKES_SPARSE, SparseTensors
-from oomph.prediction.tracer.tracer import Tracer
+from oomph.prediction.tracer.tracer import Tracer, sparse_parts
 from oomph.prediction.tracer.values import OpCall, results_like_first_argument
 from oomph.prediction.tracer.work import KERNEL_OP, MODE_COST, tensors_in
 from oomph.torch_internals import (
@@ -65,6 +66,7 @@ from oomph.torch_internals import (
     current_autograd_node,
     disable_torch_function,
     get_dispatch_mode,
+    in_kernel_invocation_manager,
     is_composite,
     is_dtensor,
     python_kernels,
@@ -147,7 +149,7 @@ class DispatchMode(TorchDispatchMode):
         self._traits: dict[OpOverload, _OpTraits] = {}
         self._small_host_calls: set[Any] = set()  # with small results
         self.gradient_reuse = GradientReuse(tracer)
-        self._sparse = SparseTensors(tracer, self._run)
+        self._sparse = _SparseTensors(tracer, self._run)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -277,7 +279,7 @@ class DispatchMode(TorchDispatchMode):
         layout = next((each.layout for each in tensors if each.layout is not torch.strided), None)
         if func is aten._embedding_bag_backward.default and args[9]:
             return self._sparse.embedding_bag_backward(*args)
-        if layout is not None or func in MAKES_SPARSE or func in CONVERSIONS:
+        if layout is not None or func in _MAKES_SPARSE or func in _CONVERSIONS:
             if tracer.call.place != "gpu" and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
                 return func(*args, **kwargs)
             return self._sparse.run(func, args, kwargs)
@@ -883,3 +885,203 @@ def count_uses_of_gradient() -> tuple[int, int]:
         twice = leaf * 2
         (twice * 2 + twice * 2).sum().backward()  # both gradients are autograd's alone
     return found[0]
+
+
+# --------------------------------------------------------------------------------------------- sparse tensors
+
+# Their memory is that of their indices and values. How many elements of a result are not zero depends on
+# values. Rule: as many as of the sparse argument, whose indices are all distinct; of a dense one, what
+# nonzero finds.
+_MAKE_COO = aten._sparse_coo_tensor_with_dims_and_tensors.default
+_MAKE_COMPRESSED = aten_ops("""
+    sparse_compressed_tensor.comp_plain_value_size _sparse_compressed_tensor_unsafe.default
+""")
+_MAKES_SPARSE = _MAKE_COMPRESSED | {_MAKE_COO}
+_INDICES = aten_ops("""
+    crow_indices.default ccol_indices.default col_indices.default row_indices.default
+""")
+_VIEWS = _INDICES | aten_ops("""
+    _indices.default indices.default _values.default values.default detach.default is_coalesced.default
+""")
+_CONVERSIONS: dict[OpOverload, torch.layout] = {
+    aten._to_sparse.default: torch.sparse_coo,  # or the layout that it is given
+    aten._to_sparse.sparse_dim: torch.sparse_coo,
+    aten._to_sparse_csr.default: torch.sparse_csr,
+    aten._to_sparse_csc.default: torch.sparse_csc,
+    aten._to_sparse_bsr.default: torch.sparse_bsr,
+    aten._to_sparse_bsc.default: torch.sparse_bsc,
+}
+_COMPRESSED = {torch.sparse_csr: 0, torch.sparse_csc: 1}  # layout -> the dimension of compressed indices
+_COPIES = aten_ops("_coalesce.default clone.default sparse_mask.default")
+_TRANSPOSES = aten_ops("t.default transpose.int")
+_PRODUCTS = aten_ops("mm.default addmm.default _sparse_addmm.default")
+_Run = Callable[[OpOverload, Sequence[Any], dict[str, Any]], Any]
+
+
+class _SparseTensors:
+    """`run` runs an op on dense tensors, and records what it allocates."""
+
+    def __init__(self, tracer: Tracer, run: _Run) -> None:
+        self._tracer, self._run_dense = tracer, run
+        self._indices = WeakIdKeyDictionary()  # storages of indices -> their values
+
+    def run(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """An op that takes or gives a sparse tensor."""
+        fake = self._tracer.fake_mode
+        if func is _MAKE_COO:
+            return fake.__torch_dispatch__(func, (), args, kwargs)
+        if func in _VIEWS:
+            view: Any = fake.__torch_dispatch__(func, (), args, kwargs)
+            return self._with_values(view) if func in _INDICES else view
+        if func in _MAKE_COMPRESSED:
+            return self._made(args[:3], args[3], kwargs["layout"])
+        if func is aten.add_.Tensor and args[0].layout is torch.strided:
+            return args[0]
+        source = args[-1] if func is aten.sparse_mask.default else args[0]
+        if func in _CONVERSIONS:
+            options = bind(func, args, kwargs)
+            dense_dim = options.get("dense_dim") or source.dim() - options.get("sparse_dim", source.dim())
+            return self._converted(source, options.get("layout") or _CONVERSIONS[func], dense_dim)
+        is_coo = source.layout is torch.sparse_coo
+        transposes = is_coo and func in _TRANSPOSES
+        if func in _COPIES or transposes:
+            held = self._keys(source) if func is aten._coalesce.default else ()
+            parts = [self._run_dense(aten.clone.default, (part,), {}) for part in sparse_parts(source)]
+            del held
+            shape = list(source.shape)
+            if transposes:
+                first, second = args[1:] or (0, 1)
+                shape[first], shape[second] = shape[second], shape[first]
+            return self._made(parts, shape, source.layout, source.dense_dim(), not transposes)
+        if func is aten._to_copy.default:
+            options = {name: value for name, value in kwargs.items() if name != "layout"}
+            indices = {**options, "dtype": None}
+            *positions, values = sparse_parts(source)
+            moved = dict(self._tracer.moved)
+            parts = [self._run_dense(func, (self._with_values(part),), indices) for part in positions]
+            parts.append(self._run_dense(func, (values,), options))
+            self._tracer.moved = moved  # indices [2, N] are no batch of two rows
+            coalesced = is_coo and source.is_coalesced()
+            return self._made(parts, source.shape, source.layout, source.dense_dim(), coalesced)
+        if func in _PRODUCTS:
+            sparse, dense = args[-2:]
+            if sparse.layout is torch.sparse_coo and dense.layout is torch.strided:
+                return self._coo_product(func, sparse, dense)
+            if sparse.layout is torch.sparse_csc:  # cuSPARSE takes CSR
+                args = [*args[:-2], self._converted(sparse, torch.sparse_csr), dense]
+        return self._estimated(func, args, kwargs)
+
+    def embedding_bag_backward(self, grad: torch.Tensor, indices: torch.Tensor, *args: Any) -> Any:
+        """With sparse=True: one row of the gradient for every index (native/EmbeddingBag.cpp)."""
+        shape = [indices.numel(), grad.size(1)]
+        rows = self._run_dense(aten.new_empty.default, (grad, shape), {})
+        if args[6] == 1:  # mean: divided by the size of the bag
+            rows = self._run_dense(aten.new_empty.default, (grad, shape), {})
+        indices = self._run_dense(aten.view.default, (indices, [1, -1]), {})
+        return self._made((indices, rows), (args[4], grad.size(1)), torch.sparse_coo, 1, coalesced=False)
+
+    def _coo_product(self, func: OpOverload, sparse: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+        """s_addmm_out_sparse_dense_cuda (native/sparse/cuda/SparseCUDATensorMath.cu): sorted, with indices of
+        32 bits as CSR has them, into a column-major copy of the result. `mm` adds it to zeros."""
+        if sparse.size(1) != dense.size(0):
+            raise RuntimeError(f"mm: Expected dim 0 size {sparse.size(1)}, got {dense.size(0)}")
+        empty = partial(self._run_dense, aten.new_empty.default)
+        shape = [sparse.size(0), dense.size(1)]
+        zeros = empty((dense, shape), {}) if func is aten.mm.default else None
+        out = empty((dense, shape), {})
+        if isinstance(sparse, FakeTensor) and not sparse.is_coalesced():
+            sparse = self.run(aten._coalesce.default, (sparse,), {})
+        if self._tracer.on_gpu(dense):
+            indices = {"dtype": torch.int32}
+            count = sparse_parts(sparse)[0].size(1)
+            rows, columns = (empty((dense, [n]), indices) for n in (sparse.size(0) + 1, count))
+            copy = empty((dense, shape), {})
+            del rows, columns, copy
+        del zeros
+        return out  # type: ignore[no-any-return]
+
+    def _keys(self, sparse: torch.Tensor) -> list[torch.Tensor]:
+        """What coalescing holds (native/sparse/cuda/SparseCUDATensor.cu): keys, sorted keys and positions."""
+        indices = sparse_parts(sparse)[0]
+        return [self._run_dense(aten.new_empty.default, (indices, [indices.size(1)]), {}) for _ in range(3)]
+
+    def _with_values(self, indices: torch.Tensor) -> torch.Tensor:
+        if (found := self._indices.get(indices.untyped_storage())) is not None:
+            self._tracer.values.set(indices, found.values, known=found.known)
+        return indices
+
+    def _estimated(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        tracer = self._tracer
+        tracer.record_autograd_node()
+        try:
+            out = tracer.fake_mode.__torch_dispatch__(func, (), args, kwargs)
+        except (RuntimeError, TypeError) as error:
+            layout = next(
+                each.layout for each in tensors_in(args, kwargs) if each.layout is not torch.strided
+            )
+            raise UserError(
+                f"{op_name(func)} of {layout} tensors cannot be traced yet; make them dense"
+            ) from error
+        given = [part for each in tensors_in(args, kwargs) for part in sparse_parts(each)]
+        if not any(map(tracer.on_gpu, given)):
+            return out
+        results = [part for each in tensors_in((out,), {}) for part in sparse_parts(each)]
+        for part in results:
+            tracer.record_result(part, op_name(func))
+        tracer.note_once("temporaries of the kernels for sparse tensors are not included")
+        if tracer.work.counting:
+            tracer.work.kernel([*given, *results], tracer.phase, kind="memory")
+        if tracer.phase == "backward":
+            tracer.mark_gradient(out)
+        return out
+
+    def _converted(self, source: torch.Tensor, layout: torch.layout, dense_dim: int = 0) -> torch.Tensor:
+        if source.layout is layout:
+            return source
+        sparse_dim = source.dim() - (dense_dim if source.layout is torch.strided else source.dense_dim())
+        if source.layout is torch.strided:
+            values, known = source, self._tracer.values.known(source)
+            count = self._run_dense(aten.nonzero.default, (source,), {}).shape[0]
+            if known is None:
+                count = min(count, math.prod(source.shape[:sparse_dim]))
+            elif dense_dim:
+                count = int(known.flatten(sparse_dim).any(-1).count_nonzero())
+        else:
+            values = sparse_parts(source)[-1]
+            count = values.shape[0]
+
+        def empty(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return self._run_dense(aten.new_empty.default, (values, size), {"dtype": dtype})  # type: ignore[no-any-return]
+
+        if layout in _COMPRESSED and sparse_dim == 2:
+            positions = [empty(source.shape[_COMPRESSED[layout]] + 1), empty(count)]
+        elif layout is torch.sparse_coo:
+            positions = [empty(sparse_dim, count)]
+        else:
+            raise UserError(f"tensors of {layout} with {source.dim()} dimensions cannot be traced yet")
+        stored = empty(count, *source.shape[sparse_dim:], dtype=source.dtype)
+        return self._made([*positions, stored], source.shape, layout, source.dim() - sparse_dim)
+
+    def _made(
+        self,
+        parts: Sequence[torch.Tensor],
+        shape: Sequence[int],
+        layout: torch.layout,
+        dense_dim: int = 0,
+        coalesced: bool = True,
+    ) -> torch.Tensor:
+        """A sparse tensor that has these indices and values."""
+        fake, values = self._tracer.fake_mode, parts[-1]
+        options: dict[str, Any] = {"dtype": values.dtype, "layout": layout}
+        if layout is torch.sparse_coo:
+            dims = len(shape) - dense_dim, dense_dim, list(shape)
+            options |= {"device": _CPU, "is_coalesced": coalesced}
+            return self.run(_MAKE_COO, (*dims, *parts), options)  # type: ignore[no-any-return]
+        fakes = [part if isinstance(part, FakeTensor) else fake.from_tensor(part) for part in parts]
+        for index, part in zip(fakes[:-1], parts, strict=False):
+            if (found := self._tracer.values.of(part)).whole:
+                self._indices[index.untyped_storage()] = found
+        make = aten._sparse_compressed_tensor_unsafe.default
+        with in_kernel_invocation_manager(fake):
+            made = make(*fakes, list(shape), device=torch.device("meta"), **options)
+        return FakeTensor(fake, made, _CPU)

@@ -33,6 +33,7 @@ from oomph.gpus import GPU
 from oomph.prediction.cuda.dispatch_keys import cuda_autocast, cuda_composites
 from oomph.prediction.cuda.rules import program_error
 from oomph.prediction.cuda.workspaces import flatten_parameters
+from oomph.prediction.files import install_saving
 from oomph.prediction.isolation import restarted_without
 from oomph.prediction.tracer.attribution import find_site
 from oomph.prediction.tracer.dispatch import DispatchMode, install_python_kernels
@@ -45,7 +46,6 @@ from oomph.prediction.tracer.placement import (
     make_lazy_like,
 )
 from oomph.prediction.tracer.repeats import RepeatedBlocks, RepeatedCalls
-from oomph.prediction.tracer.saving import install_saving
 from oomph.prediction.tracer.tracer import OpLog, Tracer, inner_tensors
 from oomph.prediction.tracer.work import (
     CHECKPOINT_COST,
