@@ -139,11 +139,11 @@ def predict(
 
     def prediction(tracer: Tracer) -> Prediction:
         if tracer.batch_sizes is not None:
-            tracer.batch_sizes.check_applied(tuple(tracer.moved))
+            tracer.batch_sizes.check_applied(tuple(tracer.batches.moved))
         found = _prediction(tracer, target, card, gpu is not None, limit)
         found = replace(found, seconds=time.perf_counter() - began)
         if isinstance(target, Script) and target.on_end is not None:
-            found = target.on_end(tracer.trained and tracer.trained(), found)
+            found = target.on_end(tracer.training.trained and tracer.training.trained(), found)
         return found
 
     def run(progress: Progress) -> Prediction:
@@ -186,6 +186,17 @@ def predict_isolated(
     if not torch.accelerator.is_available() and not current_dispatch_modes():
         _check_torch()  # once here, and not in every child; forks can run backward passes after it
     began = time.perf_counter()
+    prediction, assumed, took = _that_does_not_fail(function, progress, allow)
+    if prediction.interval is not None and prediction.interval.reason == SIZES_DEPEND_ON_VALUES:
+        prediction = _with_interval(prediction, function, progress, allow, assumed, took)
+        prediction = replace(prediction, seconds=time.perf_counter() - began)
+    return prediction
+
+
+def _that_does_not_fail(
+    function: Callable[[Progress], Prediction], progress: Progress, allow: Collection[str]
+) -> tuple[Prediction, Assumptions, float]:
+    """The prediction, the assumptions under which the program does not fail, and the seconds of that run."""
     assumed = Assumptions()
     failed: dict[Condition, OomphError] = {}
     as_guessed: OomphError | None = None  # before masks selected what the failure states
@@ -219,10 +230,18 @@ def predict_isolated(
         text = f"a condition on values has the answer with which the program does not fail ({text})"
         notes.append(Note(text, Site(file, line, "")))
     prediction = replace(prediction, assumptions=(*notes, *prediction.assumptions))
-    if prediction.interval is None or prediction.interval.reason != SIZES_DEPEND_ON_VALUES:
-        return prediction
+    return prediction, assumed, time.monotonic() - started
 
-    took = time.monotonic() - started
+
+def _with_interval(
+    prediction: Prediction,
+    function: Callable[[Progress], Prediction],
+    progress: Progress,
+    allow: Collection[str],
+    assumed: Assumptions,
+    took: float,
+) -> Prediction:
+    """With the peaks of runs with the most and the fewest elements. `took`: seconds of one run."""
     until = time.monotonic() + min(builtins.max(2 * took, _LEAST_SECONDS_MORE), _MOST_SECONDS_MORE)
     left_out: list[str] = []
 
@@ -264,8 +283,7 @@ def predict_isolated(
             (builtins.max, [each.high for each in intervals]),
         )
     )
-    seconds = time.perf_counter() - began
-    return replace(prediction, interval=Interval(low_peak, high_peak), verdict=verdict, seconds=seconds)
+    return replace(prediction, interval=Interval(low_peak, high_peak), verdict=verdict)
 
 
 def _nccl(target: Any) -> int:
@@ -372,7 +390,7 @@ def _prediction(
             *notes,
             *settings_notes,
             *_notes_on_prediction(card, named, growth, release_seconds, smaller_workspaces, allocations),
-            *_notes_on_steps(unlimited.steps if one_optimizer else (), tracer.lengths_differ()),
+            *_notes_on_steps(unlimited.steps if one_optimizer else (), tracer.batches.lengths_differ()),
         ),
         seconds=0.0,
         compile_seconds=tracer.compile_seconds,
@@ -400,7 +418,7 @@ def _interval(tracer: Tracer, peak: Peak, run: Replay, off_by: int, one_optimize
     """
     steps = sorted(step.allocated for step in run.steps[1:]) if one_optimizer else []
     apart = steps[-1] - steps[0] if steps else 0
-    if steps and (tracer.lengths_differ() or steps[-1] > _SAME_SIZES * steps[0]):
+    if steps and (tracer.batches.lengths_differ() or steps[-1] > _SAME_SIZES * steps[0]):
         off_by += _STEPS_APART * apart
     if tracer.estimates.sizes_assumed:
         return Interval(_changed(peak, -off_by), _changed(peak, off_by))
@@ -428,7 +446,7 @@ def _batch(tracer: Tracer) -> tuple[BatchTensor, ...]:
         for path, leaf in tree_flatten_with_path(tracer.batch)[0]
         if isinstance(leaf, torch.Tensor)
     ]
-    return tuple(leaves) or tracer.moved_batch()
+    return tuple(leaves) or tracer.batches.tensors()
 
 
 def _assumptions(tracer: Tracer) -> Iterator[Note]:
@@ -443,18 +461,18 @@ def _assumptions(tracer: Tracer) -> Iterator[Note]:
             "--sizes changed batches, but not the lengths with which the program packs them: this is a "
             "lower bound"
         )
-    if tracer.lengths_differ():
+    if tracer.batches.lengths_differ():
         yield Note(
             "no batch is longer than those that were traced, which differ in length; one of the longest "
             "samples may need more (--sizes longest)"
         )
     yield from tracer.estimates.loops_cut
     conditions, missing = tracer.estimates.conditions, ""
-    if not tracer.ran_backward:
+    if not tracer.training.ran_backward:
         missing = "no backward pass ran"
         if not conditions:
             yield Note(f"{missing}: this is the memory of inference, not of a training step")
-    elif tracer.optimizers and not tracer.optimizer_steps:
+    elif tracer.training.optimizers and not tracer.training.optimizer_steps:
         missing = "no optimizer stepped"
     for site, taken in list(conditions.items())[:_CONDITIONS_SHOWN] if missing else ():
         yield Note(f"{missing}, where a condition on values is taken as {taken}", site)

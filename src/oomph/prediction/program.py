@@ -274,11 +274,11 @@ def run_function(
     progress("running the program", None)
     name = name_of(function)
     loop = _OwnLoop(name, tracer, progress, finish)
-    tracer.on_optimizer_step = loop.stepped
+    tracer.training.on_optimizer_step = loop.stepped
     tracer.work.begin(counting=True)  # if it is no preparation of steps, the call itself is the step
     with tracer.in_phase("forward"):
         result = function()
-    tracer.on_optimizer_step = None
+    tracer.training.on_optimizer_step = None
     tracer.work.keep_step()
     if isinstance(result, Workload):
         if tracer.batch_sizes is not None:
@@ -344,9 +344,9 @@ class _OwnLoop:
 
 def _check_own_training(result: Any, name: str, tracer: Tracer) -> None:
     """The function was all there is: was it a training step?"""
-    if not tracer.ran_backward and not tracer.optimizer_steps:
+    if not tracer.training.ran_backward and not tracer.training.optimizer_steps:
         check_result(result, name)
-    if tracer.optimizer_steps == 1:
+    if tracer.training.optimizer_steps == 1:
         tracer.recorder.note(
             f"only one optimizer step of {name} was traced: the optimizer's state, made in it, may raise the "
             "peak of the second; a function that returns its step is traced for three"
@@ -605,8 +605,8 @@ def run_script(
     if script.torchrun:
         tracer.ranks = script.ranks
     steps = _ScriptSteps(script, tracer, progress, finish)
-    tracer.on_optimizer_made, tracer.on_optimizer_step = steps.made, steps.stepped
-    tracer.on_parameter_update = steps.updated
+    tracer.training.on_optimizer_made, tracer.training.on_optimizer_step = steps.made, steps.stepped
+    tracer.training.on_parameter_update = steps.updated
     steps.begin(1)
     steps.start_watch()
     seed_generators()
@@ -743,8 +743,8 @@ class _ScriptSteps:
             self._script.on_optimizer(optimizer)
 
     def _remember(self, made: Any) -> None:
-        if self._tracer.trained is None:
-            self._tracer.trained = weakref.ref(made)
+        if self._tracer.training.trained is None:
+            self._tracer.training.trained = weakref.ref(made)
 
     def _trains(self, model: torch.nn.Module) -> None:
         self._model_found = True
@@ -858,9 +858,10 @@ class _ScriptSteps:
         name, steps = self._script.name, self.trained
         self._tracer.work.keep_step()
         self._check_gpu()
-        trained = self._tracer.ran_backward
-        if not trained and not steps and (self._tracer.optimizers or not self._tracer.modules.completed):
-            made = "it made an optimizer, but " if self._tracer.optimizers else ""
+        training = self._tracer.training
+        trained, called = training.ran_backward, self._tracer.modules.completed
+        if not trained and not steps and (training.optimizers or not called):
+            made = "it made an optimizer, but " if training.optimizers else ""
             raise ProgramError(f"{name} ended without a training step: {made}it ran no backward pass")
         if trained and not steps:
             self._tracer.recorder.note(

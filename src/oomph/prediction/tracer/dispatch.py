@@ -478,7 +478,7 @@ class DispatchMode(TorchDispatchMode):
         if func is aten._to_copy.default and not gpu:
             tracer.record_move(args[0])
         elif tracer.phase == "forward" and not tracer.modules.inside_model:
-            tracer.record_use(tensors, in_loss=True)
+            tracer.batches.record_use(tensors, in_loss=True)
         if func is aten._pack_padded_sequence.default and tracer.batch_sizes is not None:
             lengths = tracer.values.known(args[1])
             if lengths is not None:
@@ -957,10 +957,10 @@ class _SparseTensors:
             options = {name: value for name, value in kwargs.items() if name != "layout"}
             indices = {**options, "dtype": None}
             *positions, values = sparse_parts(source)
-            moved = dict(self._tracer.moved)
+            moved = dict(self._tracer.batches.moved)
             parts = [self._run_dense(func, (self._with_values(part),), indices) for part in positions]
             parts.append(self._run_dense(func, (values,), options))
-            self._tracer.moved = moved  # indices [2, N] are no batch of two rows
+            self._tracer.batches.moved = moved  # indices [2, N] are no batch of two rows
             coalesced = is_coo and source.is_coalesced()
             return self._made(parts, source.shape, source.layout, source.dense_dim(), coalesced)
         if func in _PRODUCTS:

@@ -991,7 +991,7 @@ class RepeatedCalls:
     def call(self, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         tracer = self._tracer
         given = tree_flatten((args, kwargs))
-        tracer.record_use(given[0])
+        tracer.batches.record_use(given[0])
         live = tracer.recorder.live_bytes
         try:
             key = self._key(module, *given)

@@ -533,7 +533,7 @@ def _follow_backward(patches: Patches, tracer: Tracer, repeated: RepeatedCalls) 
             in_thread = create and internals.current_functorch_transform() is None
             result = device_thread.submit(call).result() if in_thread else call()
             repeated.after_backward(kernels)
-        tracer.gradients_are_new = tracer.ran_backward = True
+        tracer.training.gradients_are_new = tracer.training.ran_backward = True
         return result
 
     tracer.boundary.engine.update({run_backward.__code__, run_engine.__code__})
@@ -647,20 +647,20 @@ def _follow_optimizers(patches: Patches, tracer: Tracer) -> None:
         with disable_torch_function():
             label = functools.partial(_label_state, tracer, optimizer)
             tracer.guard.call("state's label", name, label, lambda: None)
-        tracer.optimizer_steps += 1
-        tracer.module_calls_at_update = tracer.modules.completed
+        tracer.training.optimizer_steps += 1
+        tracer.training.module_calls_at_update = tracer.modules.completed
         tracer.holders()
-        if tracer.on_optimizer_step is not None:
-            tracer.on_optimizer_step(optimizer)
+        if tracer.training.on_optimizer_step is not None:
+            tracer.training.on_optimizer_step(optimizer)
 
     make = torch.optim.Optimizer.__init__
 
     @functools.wraps(make)
     def init(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         make(optimizer, *args, **kwargs)
-        tracer.optimizers += 1
-        if tracer.on_optimizer_made is not None:
-            tracer.on_optimizer_made(optimizer)
+        tracer.training.optimizers += 1
+        if tracer.training.on_optimizer_made is not None:
+            tracer.training.on_optimizer_made(optimizer)
 
     patches.set(torch.optim.Optimizer, "__init__", init)
     for owner in (torch.optim.Optimizer, nn.Module):

@@ -364,6 +364,66 @@ class CallState(threading.local):
     redispatched = False  # the op that is dispatched next is for the subclass
 
 
+class Training:
+    """What the program's training loop has done so far, and who is told of it."""
+
+    def __init__(self) -> None:
+        self.optimizers = 0  # that the program made
+        self.trained: weakref.ref[Any] | None = None  # a script's first optimizer, or its first model
+        self.optimizer_steps = 0  # so far, of all optimizers
+        self.module_calls_at_update = -1  # that had completed when an optimizer last stepped
+        self.on_optimizer_made: Callable[[torch.optim.Optimizer], None] | None = None
+        self.on_optimizer_step: Callable[[torch.optim.Optimizer], None] | None = None
+        self.on_parameter_update: Callable[[], None] | None = None  # by the program itself
+        self.gradients_are_new = False  # a backward pass has run since parameters were last updated
+        self.ran_backward = False
+        # Ids of the parameters written since that update: code that sets first values writes each once.
+        self._written: set[int] = set()
+
+    def parameter_written(self, parameter: int) -> None:
+        if not self.gradients_are_new:
+            return
+        self.gradients_are_new = False
+        is_next = not self._written or parameter in self._written
+        self._written = {parameter, *(() if is_next else self._written)}
+        if is_next and self.on_parameter_update is not None:
+            self.on_parameter_update()
+
+
+class MovedBatches:
+    """What the program moves from the host to the GPU outside of modules: its batches."""
+
+    def __init__(self) -> None:
+        self.moved: dict[BatchTensor, set[int]] = {}  # and in which steps
+        self.rows_used: set[int] = set()  # first sizes of what models take, or the loss beside results
+
+    def record_use(self, given: Iterable[Any], in_loss: bool = False) -> None:
+        """The arguments of a model, or the operands of an op outside of models."""
+        tensors = [each for each in given if isinstance(each, torch.Tensor) and each.dim()]
+        if in_loss:
+            results = {each.shape[0] for each in tensors if each.requires_grad}
+            tensors = [each for each in tensors if not each.requires_grad and each.shape[0] in results]
+        self.rows_used.update(each.shape[0] for each in tensors)
+
+    def tensors(self) -> tuple[BatchTensor, ...]:
+        """What the program moved to the GPU, without vectors of other lengths than those that a model or the
+        loss takes: sizes that a trainer gathers, a noise schedule."""
+        rows = self.rows_used | {one.shape[0] for one in self.moved if len(one.shape) > 1}
+        used = (one for one in self.moved if len(one.shape) > 1 or one.shape[0] in rows)
+        return tuple(used) or tuple(self.moved)
+
+    def lengths_differ(self) -> bool:
+        """Whether tensors of as many samples are longer in one step than in another. What is prepared before
+        the loop counts as the first step."""
+        in_step: dict[Any, set[tuple[int, ...]]] = {}
+        for one, steps in self.moved.items():
+            for step in steps:
+                if step > 1 and len(one.shape) > 1:
+                    in_step.setdefault((one.dtype, len(one.shape), one.shape[0], step), set()).add(one.shape)
+        in_first: dict[Any, set[tuple[int, ...]]] = {}
+        return any(in_first.setdefault(kind[:-1], shapes) != shapes for kind, shapes in in_step.items())
+
+
 class Tracer:
     """Shared by the two torch modes of a trace (placement.py, dispatch.py) and by the hooks."""
 
@@ -406,18 +466,9 @@ class Tracer:
         self.blocks_repeated = False  # of a model, without being traced (repeats.py)
         self.reads = 0  # of values that may be guesses, by the program or for a size
         self.repeat_first_step = False  # the passes of a Workload's second step are those of its first
-        self.optimizers = 0  # that the program made
-        self.trained: weakref.ref[Any] | None = None  # a script's first optimizer, or its first model
-        self.optimizer_steps = 0  # so far, of all optimizers
-        self.module_calls_at_update = -1  # that had completed when an optimizer last stepped
-        self.on_optimizer_made: Callable[[torch.optim.Optimizer], None] | None = None
-        self.on_optimizer_step: Callable[[torch.optim.Optimizer], None] | None = None
-        self.on_parameter_update: Callable[[], None] | None = None  # by the program itself
-        self.gradients_are_new = False  # a backward pass has run since parameters were last updated
-        self.ran_backward = False
-        # Ids of the parameters written since that update: code that sets first values writes each once.
-        self._written: set[int] = set()
         self.modules = ModuleStack(self.recorder.mark)
+        self.training = Training()
+        self.batches = MovedBatches()
         self.phase: Phase = "setup"
         self.step = 0
         self.seeded = False  # the program has set the seed of the host's random generator
@@ -427,9 +478,6 @@ class Tracer:
         self.call = CallState()
         self.lock = threading.RLock()  # held during an op: neither this nor the fake mode is made for threads
         self.batch: Any = None
-        # From the host to the GPU, outside modules, and in which steps.
-        self.moved: dict[BatchTensor, set[int]] = {}
-        self.rows_used: set[int] = set()  # first sizes of what models take, or the loss beside results
         self.batch_sizes: BatchSizes | None = None  # that the batch gets, other than the program's
         self.loads_in_process = False  # a DataLoader without workers
         self.allocator: str | None = None  # as the Workload gives it
@@ -644,7 +692,7 @@ class Tracer:
     def _averages_weights(self) -> bool:
         """Between an optimizer step and the next module call, what is computed without gradients belongs to
         the update: weight averages, mostly."""
-        return self.modules.completed == self.module_calls_at_update and not (
+        return self.modules.completed == self.training.module_calls_at_update and not (
             self.modules.inside_model or torch.is_grad_enabled()
         )
 
@@ -698,33 +746,7 @@ class Tracer:
     def record_move(self, source: torch.Tensor) -> None:
         if source.numel() and self.is_batch(source):
             dtype = str(source.dtype).removeprefix("torch.")
-            self.moved.setdefault(BatchTensor("", tuple(source.shape), dtype), set()).add(self.step)
-
-    def record_use(self, given: Iterable[Any], in_loss: bool = False) -> None:
-        """The arguments of a model, or the operands of an op outside of models."""
-        tensors = [each for each in given if isinstance(each, torch.Tensor) and each.dim()]
-        if in_loss:
-            results = {each.shape[0] for each in tensors if each.requires_grad}
-            tensors = [each for each in tensors if not each.requires_grad and each.shape[0] in results]
-        self.rows_used.update(each.shape[0] for each in tensors)
-
-    def moved_batch(self) -> tuple[BatchTensor, ...]:
-        """What the program moved to the GPU, without vectors of other lengths than those that a model or the
-        loss takes: sizes that a trainer gathers, a noise schedule."""
-        rows = self.rows_used | {one.shape[0] for one in self.moved if len(one.shape) > 1}
-        used = (one for one in self.moved if len(one.shape) > 1 or one.shape[0] in rows)
-        return tuple(used) or tuple(self.moved)
-
-    def lengths_differ(self) -> bool:
-        """Whether tensors of as many samples are longer in one step than in another. What is prepared before
-        the loop counts as the first step."""
-        in_step: dict[Any, set[tuple[int, ...]]] = {}
-        for one, steps in self.moved.items():
-            for step in steps:
-                if step > 1 and len(one.shape) > 1:
-                    in_step.setdefault((one.dtype, len(one.shape), one.shape[0], step), set()).add(one.shape)
-        in_first: dict[Any, set[tuple[int, ...]]] = {}
-        return any(in_first.setdefault(kind[:-1], shapes) != shapes for kind, shapes in in_step.items())
+            self.batches.moved.setdefault(BatchTensor("", tuple(source.shape), dtype), set()).add(self.step)
 
     def record_in_place(self, tensor: torch.Tensor, op: str) -> None:
         """Record a tensor that `op` wrote into again, if its storage was resized."""
@@ -735,12 +757,8 @@ class Tracer:
         if allocation.cloned and allocation.during != "optimizer step" and self._averages_weights():
             allocation.kind = "weight average"
         trained = allocation.kind == "parameter" or (tensor.is_leaf and tensor.grad is not None)
-        if trained and self.gradients_are_new:
-            self.gradients_are_new = False
-            is_next = not self._written or id(allocation) in self._written
-            self._written = {id(allocation), *(() if is_next else self._written)}
-            if is_next and self.on_parameter_update is not None:
-                self.on_parameter_update()
+        if trained:
+            self.training.parameter_written(id(allocation))
 
     def draw_on_host(self, like: torch.Tensor, draw: Callable[[torch.Tensor], object]) -> None:
         """Advance the host's random generator as initialising a parameter does, if the program set its seed:
