@@ -535,7 +535,7 @@ class Values:
                 if func in _BOUNDS and inputs[id(given[0])] is _default(given[0].dtype):
                     samples = {id(given[0]): _spread(given[0].dtype, call.args[1])}
                 made = any(inputs[id(source)].whole for source in sources)  # samples of whole values
-                run = _run_on_samples if made else self._run_on_samples
+                run = _run_on_samples if made else self._run_once_on_samples
                 values = run(call, samples) if pointwise else samples.popitem()[1]
                 if values is not None:
                     return self._store_written(call, results, values, known)
@@ -679,7 +679,7 @@ class Values:
             if known or _is_finite(values):
                 self.set(one, values, whole=False, known=known)
 
-    def _run_on_samples(self, call: OpCall, samples: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
+    def _run_once_on_samples(self, call: OpCall, samples: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
         """None where the samples do not fit together. The same ops on unknown numbers come again and again:
         each is computed once."""
         func, args, kwargs = call
