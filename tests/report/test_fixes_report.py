@@ -24,8 +24,8 @@ OFFERS = (
 )
 
 
-def text(found, offers=OFFERS, target="train.py:w"):
-    console = Console(width=100, highlight=False, markup=False, emoji=False, color_system=None)
+def text(found, offers=OFFERS, target="train.py:w", width=100):
+    console = Console(width=width, highlight=False, markup=False, emoji=False, color_system=None)
     return proposals_text(found, offers, ("exact",), console, target, f"oomph fit {target} --gpu rtx3090")
 
 
@@ -53,6 +53,14 @@ def test_where_it_fits_or_no_card_is_named_there_is_nothing_to_mark():
         shown = text(found)
         assert "make it fit" not in shown
         assert "yes" not in shown
+
+
+def test_words_break_after_marks_where_a_terminal_is_narrow():
+    given = replace(OFFERS[0], fix="allocator", options={"segments": False, "max_split_size_mb": 1024})
+    shown = [line.strip() for line in text(prediction(), [given], width=80).splitlines()]
+    row = next(number for number, line in enumerate(shown) if line.startswith("allocator:"))
+    assert shown[row].split()[0] == "allocator:segments=false,"
+    assert shown[row + 1] == "max_split_size_mb=1024"
 
 
 def test_what_holds_on_a_condition_is_marked_with_the_command_that_checks_it():

@@ -86,7 +86,7 @@ def _cause(one: Finding) -> Sequence[Text]:
 
 
 def _table(findings: Sequence[Finding], peak: Peak, width: int) -> Table:
-    table = columns("right size", "right share", "left pattern", "fold growth", "left line")
+    table = columns("right size", "right share", "fold pattern", "fold growth", "fold line")
     for one in findings:
         line = without_folders(file_and_line(one.sites[0]), width // 3) if one.sites else ""
         total, what = _whole(one, peak)

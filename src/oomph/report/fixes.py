@@ -339,7 +339,7 @@ def _at_least(largest: tuple[int, bool]) -> str:
 
 
 def _fixes_table(plan: Plan) -> Table:
-    table = Table.grid(padding=(0, 2))
+    table = columns("fold")
     for use in plan.fixes:
         table.add_row(Text(short_fix_word(use), style="bold"))
     return table

@@ -14,9 +14,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
 from rich.console import Console, RenderableType
+from rich.containers import Lines
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -414,7 +415,7 @@ def notes_table(notes: Iterable[Note]) -> Table:
 def columns(*kinds: str) -> Table:
     """A table without lines. Each column is "right", "left" (both never wrapped) or "fold", and has a heading
     where one follows: "right saves"."""
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
+    table = _Columns(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
     table.show_header = any(" " in each for each in kinds)
     for kind, _, heading in (each.partition(" ") for each in kinds):
         if kind == "fold":
@@ -422,6 +423,32 @@ def columns(*kinds: str) -> Table:
         else:
             table.add_column(heading, justify="right" if kind == "right" else "left", no_wrap=True)
     return table
+
+
+class _Columns(Table):
+    def add_row(self, *cells: Any, **options: Any) -> None:
+        kinds = (column.overflow for column in self.columns)
+        texts = (
+            _Folded().append(cell) if kind == "fold" else cell
+            for cell, kind in zip(cells, kinds, strict=True)
+        )
+        super().add_row(*texts, **options)
+
+
+class _Folded(Text):
+    """Text whose words break after a mark if they are longer than a line: `micro_batches:`, `parts=4`."""
+
+    def wrap(self, console: Console, width: int, **options: Any) -> Lines:
+        return Text("\n").join(self.divide(_breaks(self.plain, width))).wrap(console, width, **options)
+
+
+def _breaks(text: str, width: int) -> Iterator[int]:
+    for word in re.finditer(r"\S+", text):
+        start = word.start()
+        while word.end() - start > width:
+            line = text[start : start + width]
+            start += max(map(line.rfind, ":,")) + 1 or max(map(line.rfind, "=_./-")) + 1 or width
+            yield start
 
 
 def _sizes_and_text() -> Table:
