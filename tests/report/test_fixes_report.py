@@ -63,6 +63,12 @@ def test_words_break_after_marks_where_a_terminal_is_narrow():
     assert shown[row + 1] == "max_split_size_mb=1024"
 
 
+def test_a_note_on_a_fix_is_shown_once():
+    shown = text(prediction(), [replace(one, note="drops differ") for one in OFFERS])
+    assert shown.count("drops differ") == 4
+    assert "parts: drops differ" in shown
+
+
 def test_what_holds_on_a_condition_is_marked_with_the_command_that_checks_it():
     shown = text(prediction())
     assert "parts:parts=2 (?)" in shown

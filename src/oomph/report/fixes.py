@@ -203,9 +203,14 @@ def _sentences(proposals: Sequence[Proposal]) -> dict[str, list[tuple[str, str]]
     for one in proposals:
         heading = f"{one.kind}, on a condition {_CONDITIONAL}" if one.condition else one.kind
         found.setdefault(heading, {})[one.fix, one.changes] = None
-    notes = {(short_fix_word(one), one.note): None for one in proposals if one.note}
-    if notes:
-        found["notes"] = notes
+    notes: dict[tuple[str, str], list[str]] = {}
+    for one in proposals:
+        if one.note:
+            notes.setdefault((one.fix, one.note), []).append(short_fix_word(one))
+    if notes:  # of a fix with other options, if they are the same
+        found["notes"] = {
+            (words[0] if len(words) == 1 else fix, note): None for (fix, note), words in notes.items()
+        }
     return {heading: list(sentences) for heading, sentences in found.items()}
 
 
