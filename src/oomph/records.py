@@ -541,6 +541,7 @@ class Plan:
     model: str = ""  # class and number of parameters of the model: "GPT2LMHeadModel, 124,439,808 parameters"
     front: tuple[PredictedFixes, ...] = ()  # what was predicted and is best for its time, fastest first
     conditions: tuple[str, ...] = ()  # that the user must check for its fixes to be exact
+    remarks: tuple[str, ...] = ()  # what its fixes assume and change: "micro_batches: dropout draws ..."
     needs: tuple[FixKind, ...] = ()  # kinds that would have to be allowed to fit; () where none is enough
     predictions: int = 0  # that the search took
     seconds: float = 0.0

@@ -16,6 +16,8 @@ from oomph.fixes import find, uses_of
 from oomph.planning import largest_size, read_plan, write_plan
 from oomph.planning.reduced import reduction
 from oomph.prediction.allocator import replay
+from oomph.report.fixes import plan_text
+from oomph.report.terminal import report_console
 
 MiB = 1 << 20
 
@@ -132,6 +134,20 @@ def test_the_report_says_how_to_apply_it(found, plan):
     assert shown.startswith("fits")
     assert f"--plan {file}" in shown
     assert all(use.fix in shown for use in plan.fixes)
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_plan_says_what_its_fixes_change():
+    drops = oomph.Workload(
+        model=lambda: nn.Sequential(nn.Linear(64, 4096), nn.Dropout(), nn.Linear(4096, 1)),
+        batch=lambda device: torch.randn(4096, 64, device=device),
+        loss=lambda model, x: model(x).mean(),
+    )
+    plan = oomph.fit(drops, gpu="h200", max="150MiB")
+    assert plan.fits
+    (remark,) = (each for each in plan.remarks if each.startswith("micro_batches: "))
+    assert remark in " ".join(plan_text(plan, report_console(), "train.py:drops", None).split())
+    assert "dropout draws other masks" in remark
 
 
 @pytest.mark.usefixtures("in_process")

@@ -46,6 +46,7 @@ from oomph.records import (
     Allocation,
     Event,
     FixKind,
+    FixUse,
     Peak,
     Plan,
     PredictedFixes,
@@ -299,6 +300,7 @@ class _Search:
             conditions=tuple(
                 f"{use.fix}: {conditions[use.fix]}" for use in chosen.result.fixes if use.fix in conditions
             ),
+            remarks=tuple(_remarks(chosen.result.fixes, proposals.found)),
             needs=needs,
             model_id=proposals.model_id,
             reason=proposals.reason,
@@ -732,6 +734,15 @@ class _Search:
                 seconds, host = estimated.seconds, estimated.host_bytes
                 front.append(PredictedFixes(fixes, peak, fits, seconds, slowdown, host, True))
         return tuple(front)
+
+
+def _remarks(fixes: Sequence[FixUse], proposals: Sequence[Proposal]) -> Iterator[str]:
+    """Notes of the fixes; of options that were not proposed, what all proposals of the fix share."""
+    for use in fixes:
+        exact = {one.note for one in proposals if one.use == use}
+        notes = exact or {one.note for one in proposals if one.fix == use.fix}
+        if len(notes) == 1 and (note := notes.pop()):
+            yield f"{use.fix}: {note}"
 
 
 def _smallest_bytes(parameter: Allocation, kinds: Collection[FixKind]) -> int:

@@ -240,8 +240,8 @@ def plan_text(
             )
         if plan.fixes:
             console.print(Padding(_fixes_table(plan), (1, 0, 1, 2)))
-        for condition in plan.conditions:
-            console.print(Text(f"  exact only if {condition}"))
+        if remarks := [*(f"exact only if {each}" for each in plan.conditions), *plan.remarks]:
+            console.print(Padding(Text("\n".join(remarks)), (0, 0, 1, 2)))
         if any(use.fix == "compile" for use in plan.fixes):
             console.print(f"  {COMPILED_STEP_TIMES}")
         if plan.after.host_bytes >= MiB:

@@ -354,7 +354,10 @@ def _plan(plan: Plan) -> dict[str, Any]:
                 *(("the plan" if one == plan.after else "", one) for one in front if one != plan.before),
             )
         ],
-        "conditions": [printable(text, 600) for text in plan.conditions],
+        "remarks": [
+            printable(text, 600)
+            for text in (*(f"exact only if {each}" for each in plan.conditions), *plan.remarks)
+        ],
     }
 
 

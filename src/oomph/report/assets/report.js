@@ -459,7 +459,7 @@ function planSection() {
     el("td", {}, el("span", { class: "tag " + (one.fits ? "good" : "bad") }, one.fits ? "fits" : one.tooClose ? "too close to call" : "does not fit")),
     el("td", { class: "mono wrap" }, one.role ? el("b", {}, one.role) : "", one.fixes.map((name) => el("div", {}, name)))));
   return el("section", { id: "plan" }, el("header", {}, el("h2", { class: "wrap" }, "Plans: memory against time")), el("p", { class: "wrap" }, plan.verdict),
-    plan.conditions.map((text) => el("p", { class: "soft wrap" }, "exact only if " + text)),
+    plan.remarks.map((text) => el("p", { class: "soft wrap" }, text)),
     el("div", { class: "columns" }, el("div", { class: "chart", id: "plan-chart" }),
       el("div", { class: "table" }, el("table", {}, el("thead", {}, el("tr", {}, ["Needs", "Step time", "", "Fixes"].map((label) => el("th", {}, label)))), el("tbody", {}, rows)))));
 }
