@@ -147,8 +147,8 @@ cases(
     ("p.py:ok C=3", "the Workload has no size 'C'; its sizes are B=4"),
     ("p.py:unsized B=3", "its sizes are none; name them, as Workload("),
     ("p.py:returns_step B=3", "fixes and sizes need a Workload"),
-    ("p.py:ok B=0", "'B=0' is not a size of its Workload"),
-    ("p.py:ok data.batch_size=4", "is a program, and 'data.batch_size=4' is not a size"),
+    ("p.py:ok B=x", "'B=x' is not a size of its Workload; give NAME=NUMBER"),
+    ("p.py:ok data.batch_size=4", "'data.batch_size=4' is not a size"),
     (
         "p.py:returns_tuple",
         "returned a tuple of a model (Linear), a function, and no training step was traced",

@@ -214,7 +214,8 @@ def workload_of(target: Workload | Callable[[], Any], name: str) -> Workload:
 
         raise UserError(
             f"target {name!r} returned {described(found)}; fixes and sizes need a Workload, or a function "
-            'that returns one; in a loop of your own, oomph.apply("activation_checkpointing", model)'
+            'that returns one; in a loop of your own, oomph.apply("activation_checkpointing", model), and '
+            "--sizes B=4 where it moves the batch to the GPU"
         )
     return found
 
@@ -246,8 +247,8 @@ def _sizes(words: Sequence[str], target: str) -> dict[str, int]:
         match = re.fullmatch(r"([A-Za-z_]\w*)=([1-9]\d{0,17})", word)
         if match is None:
             raise UserError(
-                f"target {target!r} is a program, and {word!r} is not a size of its Workload, such as B=4: "
-                "change the program, or give a .yaml file, whose keys can be overridden"
+                f"target {target!r}: {word!r} is not a size of its Workload; give NAME=NUMBER, as B=4 "
+                "(only a config, a .yaml file, has other keys)"
             )
         sizes[match[1]] = int(match[2])
     return sizes
