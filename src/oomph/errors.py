@@ -77,12 +77,19 @@ class ProgramError(OomphError):
         """An exception of the program, with the innermost line that is the user's."""
         if isinstance(error, SystemExit):
             text = f"the program ends the process (SystemExit: {safe_text(error.code)})"
+            text += missing_arguments(error)
         else:
             # The text of a SyntaxError repeats the file and line.
             text = safe_text(error.msg if isinstance(error, SyntaxError) else error).strip()
             name = type(error).__name__
             text = f"{name}: {text}" if text else name
         return cls(text, *user_line(error), program_traceback(error))
+
+
+def missing_arguments(error: SystemExit) -> str:
+    """A hint where argparse may have ended the process."""
+    hint = "; arguments of a script come after --: `oomph predict train.py -- --lr 1e-3`"
+    return hint if error.code == 2 else ""
 
 
 def blame(error: BaseException) -> OomphError | None:

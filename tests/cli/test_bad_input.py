@@ -203,7 +203,7 @@ cases(
     ("p.py:second_gpu", "invalid device ordinal"),
     ("p.py:starts_program", "a predicted program cannot start other programs"),
     ("p.py:asks", "EOFError"),
-    ("p.py:needs_arguments", "the program ends the process (SystemExit: 2)"),
+    ("p.py:needs_arguments", "(SystemExit: 2); arguments of a script come after --: `oomph"),
     ("p.py:backward_twice", "Trying to backward through the graph a second time"),
     ("p.py:wrong_op_argument", "the program failed at p.py:68: ArgumentError: "),
     status=PROGRAM,

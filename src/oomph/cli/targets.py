@@ -21,7 +21,15 @@ import typer
 
 from oomph import gpus
 from oomph.cli.common import Gpu, Max, Module, OverrideWords, Steps, Torchrun
-from oomph.errors import OomphError, ProgramError, UserError, is_missing_gpu, program_traceback, user_line
+from oomph.errors import (
+    OomphError,
+    ProgramError,
+    UserError,
+    is_missing_gpu,
+    missing_arguments,
+    program_traceback,
+    user_line,
+)
 from oomph.report.terminal import short_path
 from oomph.units import parse_bytes
 
@@ -407,6 +415,7 @@ def _as_program_error(source: str) -> Iterator[None]:
         raise
     except SystemExit as error:
         message = f"{source} ends the process while it is imported (SystemExit: {error.code})"
+        message += missing_arguments(error)
         raise ProgramError(message, *user_line(error), program_traceback(error)) from error
     except BaseException as error:
         if is_missing_gpu(error):

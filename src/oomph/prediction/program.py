@@ -31,7 +31,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from oomph.errors import ProgramError, UserError, program_traceback, user_line
+from oomph.errors import ProgramError, UserError, missing_arguments, program_traceback, user_line
 from oomph.prediction.allocator import allocator_settings
 from oomph.prediction.isolation import without_collection
 from oomph.prediction.tracer.fake_cuda import DEVICE
@@ -616,8 +616,8 @@ def run_script(
     except SystemExit as error:
         if error.code not in (None, 0):
             status = error.code if isinstance(error.code, str) else f"status {error.code}"
-            if error.code == 2 and not script.arguments and not tracer.recorder.allocations:  # of argparse
-                status += "; arguments of a script come after --, as `train.py -- --lr 1e-3`"
+            if not script.arguments and not tracer.recorder.allocations:
+                status += missing_arguments(error)
             raise ProgramError(f"{script.name} ended with {status}", *user_line(error)) from error
     except KeyError as error:
         if script.torchrun or error.args[0] not in _OF_TORCHRUN:
