@@ -122,7 +122,12 @@ cases(
     ("p.py --steps 0", "--steps 0 is not valid; give a positive number"),
     ("p.py:ok --steps 4", "--steps and --torchrun are for scripts"),
     ("-m not_a_module", "module 'not_a_module' was not found"),
-    ("x.py", "x.py put nothing on the GPU", "print('trains nothing')"),
+    ("x.py", "x.py put nothing on the GPU; build its model", "print('trains nothing')"),
+    (
+        "x.py",
+        "predict what it defines, `oomph predict x.py:train`, or",
+        "def train(lr=1): pass\ndef loss(x): pass",
+    ),
     (":ok", "target ':ok' is not valid"),
     ("p.py:", "target 'p.py:' is not valid"),
     ("pp.py:ok", "file 'pp.py' does not exist (did you mean 'p.py'?)"),

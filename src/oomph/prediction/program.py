@@ -330,7 +330,9 @@ class _OwnLoop:
         self.begin(steps + 1)
         if steps > STEPS:
             running = f"running the program, optimizer step {steps}"
-            self._progress(f"{running}; a function that returns its step is traced for three", None)
+            self._progress(
+                f"{running}; a script, or a function that returns its step, is traced for three", None
+            )
         if tracer.recorder.peak_bytes > self._peak:
             self._peak, self._since = tracer.recorder.peak_bytes, steps
         if steps >= min(self._since + _STEPS_AT_THE_PEAK, _MOST_STEPS) and self._finish is not None:
@@ -612,7 +614,7 @@ def run_script(
     seed_generators()
     try:
         with tracer.in_phase("forward"):
-            run_as_main(script)
+            defined = run_as_main(script)
     except SystemExit as error:
         if error.code not in (None, 0):
             status = error.code if isinstance(error.code, str) else f"status {error.code}"
@@ -630,7 +632,7 @@ def run_script(
         hint = "a library that opens files for writing by itself, as h5py does, needs --allow-subprocesses"
         message = f"{type(error).__name__}: {error}; {hint}"
         raise ProgramError(message, *user_line(error), program_traceback(error)) from error
-    steps.check_trained()
+    steps.check_trained(defined)
 
 
 def seed_generators() -> None:
@@ -643,8 +645,8 @@ def seed_generators() -> None:
         numpy.random.seed(0)
 
 
-def run_as_main(script: Script) -> None:
-    """Run it as `python` or `python -m` would, in this process."""
+def run_as_main(script: Script) -> dict[str, Any]:
+    """Run it as `python` or `python -m` would, in this process. What it defines."""
     if script.torchrun:
         in_node = gpus_of_node(script.ranks)
         sizes = (script.ranks, in_node, script.ranks // in_node, 0, 0, 0, "127.0.0.1", _free_port())
@@ -653,10 +655,16 @@ def run_as_main(script: Script) -> None:
     if script.module:
         sys.path.insert(0, os.getcwd())
         _check_module(script.path)
-        runpy.run_module(script.path, run_name="__main__", alter_sys=True)
-    else:
-        sys.path.insert(0, str(Path(script.path).resolve().parent))
-        runpy.run_path(script.path, run_name="__main__")
+        return runpy.run_module(script.path, run_name="__main__", alter_sys=True)
+    sys.path.insert(0, str(Path(script.path).resolve().parent))
+    return runpy.run_path(script.path, run_name="__main__")
+
+
+def _is_target(value: Any) -> bool:
+    """Whether it is a Workload or a function of no arguments, which a script defines and does not run."""
+    if isinstance(value, Workload):
+        return True
+    return inspect.isfunction(value) and value.__module__ == "__main__" and not required_arguments(value)
 
 
 def _check_module(name: str) -> None:
@@ -842,22 +850,28 @@ class _ScriptSteps:
                 # What the program does meanwhile is not in the copy of the events.
                 self._end(f"because it trains nothing and its peak had not risen for {_ENDLESS_S:.0f} s")
 
-    def _check_gpu(self) -> None:
+    def _check_gpu(self, defined: Mapping[str, Any] | None = None) -> None:
         if self._script.on_optimizer is not None and not self._counts and not self._model_found:
             raise UserError(no_model_error(self._script.name))
         if not self._tracer.recorder.allocations:
-            name = self._script.name
-            raise UserError(f"{name} put nothing on the GPU; build its model and data on device 'cuda'")
+            name, path = self._script.name, self._script.path
+            targets = [
+                f"`oomph predict {path}:{each}`"
+                for each, value in (defined or {}).items()
+                if _is_target(value)
+            ]
+            what = f"predict what it defines, {' or '.join(targets[:4])}, or " if targets else ""
+            raise UserError(f"{name} put nothing on the GPU; {what}build its model and data on device 'cuda'")
 
     @property
     def trained(self) -> int:
         return self._most or self._updates
 
-    def check_trained(self) -> None:
+    def check_trained(self, defined: Mapping[str, Any]) -> None:
         """The script has ended by itself."""
         name, steps = self._script.name, self.trained
         self._tracer.work.keep_step()
-        self._check_gpu()
+        self._check_gpu(defined)
         training = self._tracer.training
         trained, called = training.ran_backward, self._tracer.modules.completed
         if not trained and not steps and (training.optimizers or not called):
