@@ -612,6 +612,7 @@ def run_script(
     steps.begin(1)
     steps.start_watch()
     seed_generators()
+    defined: dict[str, Any] = {}
     try:
         with tracer.in_phase("forward"):
             defined = run_as_main(script)
