@@ -1,6 +1,7 @@
 """Whole training scripts, run as they are until their steps repeat."""
 
 import importlib.util
+import warnings
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,12 @@ while True:
 """)
     assert found.steps[-1].end > found.steps[-2].end
     assert found.growth is None
+
+
+def test_workers_are_not_compared_with_the_cores_of_this_machine(predicted):
+    loader = "torch.utils.data.DataLoader(range(10), num_workers=999)"
+    with warnings.catch_warnings(action="error"):
+        assert predicted(ENDLESS.replace("while True", f"for _ in {loader}"))
 
 
 def test_the_note_on_what_comes_later_leaves_out_an_evaluation_that_was_traced(predicted):

@@ -59,6 +59,8 @@ def _load_data_in_process(patches: Patches, tracer: Tracer, placement: Any) -> N
         return iterator(alone)
 
     patches.set(*internals.DATA_LOADER_ITERATOR, get_iterator)
+    # Warns of more workers than this machine has cores; the one with the GPU may have them.
+    patches.set(DataLoader, "check_worker_number_rationality", lambda loader: None)
 
 
 class _Samples:
