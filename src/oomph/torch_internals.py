@@ -423,6 +423,11 @@ def has_triton() -> bool:
     return has_triton()
 
 
+def batches_drawn(iterator: Any) -> int:
+    """From an iterator of a DataLoader."""
+    return int(getattr(iterator, "_num_yielded", 0))
+
+
 # ---------------------------------------------------------------------------------------------- self-test
 
 

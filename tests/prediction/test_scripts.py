@@ -116,6 +116,25 @@ def test_workers_are_not_compared_with_the_cores_of_this_machine(predicted):
         assert predicted(ENDLESS.replace("while True", f"for _ in {loader}"))
 
 
+@pytest.mark.parametrize(
+    ("samples", "how"),
+    [(100, "--steps 14 includes"), (10**6, "an epoch has 125,000 steps"), (0, "--steps 30")],
+)
+def test_the_note_on_what_comes_later_says_which_steps_reach_it(predicted, samples, how):
+    source = f"""
+import torch
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.Adam(model.parameters())
+data = torch.utils.data.DataLoader(range({samples}), batch_size=4) if {samples} else range(99)
+for number, batch in enumerate(data):
+    model(torch.randn(4, 8, device="cuda")).sum().backward()
+    if number % 2:
+        optimizer.step()
+"""
+    (note,) = (each.text for each in predicted(source).notes if "stopped after 3 steps" in each.text)
+    assert how in note
+
+
 def test_the_note_on_what_comes_later_leaves_out_an_evaluation_that_was_traced(predicted):
     evaluation = "    model.eval()(torch.randn(64, 256, device='cuda'))\n    model.train()\n"
     for source, expected in ((ENDLESS, True), (ENDLESS + evaluation, False)):

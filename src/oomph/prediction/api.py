@@ -797,7 +797,7 @@ def _notes_on_steps(steps: Sequence[StepPeak], lengths_differ: bool) -> Iterator
     if least != most and (lengths_differ or peaks[-1] > _SAME_PEAK * peaks[0]):
         yield Note(
             f"the traced steps need from {least} to {most}: sizes change from step to step, and other steps "
-            "may need more (--steps N traces more)"
+            f"may need more (--steps {4 * len(steps)} traces more of them)"
         )
 
 

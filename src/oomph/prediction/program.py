@@ -40,7 +40,13 @@ from oomph.prediction.tracer.tracer import Tracer
 from oomph.prediction.tracer.work import KernelsMark
 from oomph.prediction.tracer.workers import gpus_of_node
 from oomph.records import Event, Prediction, Progress
-from oomph.torch_internals import FakeTensor, deterministic_algorithms, init_fake_process_group, tree_flatten
+from oomph.torch_internals import (
+    FakeTensor,
+    batches_drawn,
+    deterministic_algorithms,
+    init_fake_process_group,
+    tree_flatten,
+)
 from oomph.workload import Workload, check_loss
 
 _RECORDED_PASSES = 4  # of a step whose passes accumulate; later ones find blocks that they can use again
@@ -574,6 +580,8 @@ _OF_TORCHRUN = (
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
 )
+_LONG_EPOCH = 300  # steps, which take minutes to trace
+_MORE = 10  # times as many steps, where it is not known how many reach what comes later
 WATCH_THREAD = "oomph watch"  # its name
 _ENDLESS_S = 60.0  # a program without an optimizer whose peak has not risen for so long is stopped
 
@@ -809,9 +817,7 @@ class _ScriptSteps:
     def _end(self, why: str | None = None) -> NoReturn:
         self._check_gpu()
         what = "saving" if self._tracer.modules.evaluated else "evaluation or saving"
-        later = (
-            f"what it would do later, such as {what} after an epoch, is not included (--steps N traces more)"
-        )
+        later = f"what it would do later, such as {what} after an epoch, is not included ({self._more()})"
         step = self._tracer.guard.call("evaluation", "a Trainer", next_evaluation, lambda: None)
         if step is not None:
             later = (
@@ -824,6 +830,19 @@ class _ScriptSteps:
         self._tracer.work.keep_step()
         self._tracer.label_parameters()
         self._finish(self._tracer)
+
+    def _more(self) -> str:
+        """What includes the end of an epoch, where the DataLoader that is read has a length."""
+        traced, steps = self._tracer.step, 0
+        for loader in self._tracer.training.data_loaders:
+            with contextlib.suppress(Exception):  # a data set of the program's, which may have no length
+                batches = max(1, batches_drawn(loader) // traced)  # of a step
+                steps = max(steps, -(-len(loader) // batches))
+        if steps > _LONG_EPOCH:
+            return f"an epoch has {steps:,} steps: to include its end, give the script less data, and --steps"
+        if steps >= traced:
+            return f"--steps {steps + 1} includes it"
+        return f"--steps {_MORE * traced} includes what comes before step {_MORE * traced}"
 
     def _steps_made(self) -> str:
         """With several optimizers, as of a GAN, a new step begins where the first of them makes one more."""

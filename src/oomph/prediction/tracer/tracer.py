@@ -377,6 +377,7 @@ class Training:
         self.on_parameter_update: Callable[[], None] | None = None  # by the program itself
         self.gradients_are_new = False  # a backward pass has run since parameters were last updated
         self.ran_backward = False
+        self.data_loaders: weakref.WeakSet[Any] = weakref.WeakSet()  # that are read: iterators
         # Ids of the parameters written since that update: code that sets first values writes each once.
         self._written: set[int] = set()
 

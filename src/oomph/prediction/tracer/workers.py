@@ -56,7 +56,9 @@ def _load_data_in_process(patches: Patches, tracer: Tracer, placement: Any) -> N
             vars(alone)["collate_fn"] = lambda samples: lengthen(collate(samples))
         if not isinstance(loader.dataset, IterableDataset) and placement.default is None:
             vars(alone)["dataset"] = _Samples(loader.dataset, start)
-        return iterator(alone)
+        made = iterator(alone)
+        tracer.training.data_loaders.add(made)
+        return made
 
     patches.set(*internals.DATA_LOADER_ITERATOR, get_iterator)
     # Warns of more workers than this machine has cores; the one with the GPU may have them.
