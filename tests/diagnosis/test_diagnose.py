@@ -213,6 +213,35 @@ def _prediction(*tensors, reserved=0, **changes):
     )
 
 
+class Pool:
+    def __init__(self):
+        self.kept = []
+
+    def push(self, sample):
+        self.kept.append({"sample": sample})
+
+
+class Generator:
+    def __init__(self):
+        self.net, self.pool = nn.Linear(1024, 1024).cuda(), Pool()
+
+    def train(self, leaf):
+        optimizer = torch.optim.SGD(self.net.parameters())
+        for _ in range(4):
+            noise = leaf(torch.randn(512, 1024, device="cuda"))
+            self.net(noise).sum().backward()
+            optimizer.step()
+            self.pool.push(noise)
+
+
+@pytest.mark.parametrize("leaf", [nn.Parameter, lambda noise: noise.requires_grad_(True)])
+@in_process
+def test_the_line_that_keeps_leaves_is_named(leaf):
+    cause = oomph.diagnose(lambda: Generator().train(leaf)).findings[0]
+    assert cause.pattern == "growing list"
+    assert cause.sites[0].function == "push"
+
+
 def pixel_classes():
     return oomph.Workload(
         model=lambda: nn.Conv2d(3, 21, 1),

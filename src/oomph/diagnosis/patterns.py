@@ -371,7 +371,8 @@ class PeakAnalysis:
     def held(self) -> dict[tuple[Site | None, str], Holder]:
         """Line and op of what containers hold themselves -> the container, where it grows."""
         found: dict[tuple[Site | None, str], Holder] = {}
-        for holder in self.prediction.holders:
+        # A variable with the newest of them may be there beside the list.
+        for holder in sorted(self.prediction.holders, key=lambda one: one.recurrent):
             for id in holder.ids:
                 found.setdefault((self.all[id].site, self.all[id].op), holder)
         return {key: holder for key, holder in found.items() if self._grows(*key)}
@@ -379,6 +380,8 @@ class PeakAnalysis:
     def _grows(self, site: Site | None, op: str) -> bool:
         """Several calls' results are alive at once, or each result is larger than the one before."""
         alike = [one for one in self.alive if one.site == site and one.op == op]
+        if not any(one.kind in _KEPT for one in alike):  # inputs and parameters
+            return len({one.step for one in alike}) > _MIN_OLD_CALLS
         if any(self.calls_alive.get(self._key(one), 0) >= _MIN_OLD_CALLS for one in alike):
             return True
         sizes = [one.bytes for one in self.all if one.site == site and one.op == op]
@@ -512,7 +515,7 @@ def _is_in(family: str) -> Callable[[PeakAnalysis, Allocation], bool]:
 
 
 def _is_in_growing_list(facts: PeakAnalysis, one: Allocation) -> bool:
-    return one.kind in _KEPT and (one.site, one.op) in facts.held
+    return one.kind in (*_KEPT, "batch", "parameter") and (one.site, one.op) in facts.held
 
 
 def _is_copy_of_weight(facts: PeakAnalysis, one: Allocation) -> bool:

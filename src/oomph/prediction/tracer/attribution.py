@@ -463,13 +463,14 @@ class HolderSearch:
 
     def _retained(self) -> dict[int, int]:
         """Activations of earlier steps, and of calls before the last: id -> bytes. Gradients, too, of which
-        containers may hold copies."""
+        containers may hold copies; and batches and parameters that steps after the first made."""
         step, call = self._tracer.step, self._tracer.modules.completed
         return {
             one.id: one.bytes
             for one in self._tracer.recorder.live_allocations()
-            if one.kind in ("activation", "temporary", "gradient")
-            and (0 < one.step < step or (one.call < call - 1 and one.kind != "gradient"))
+            if (one.kind in ("activation", "temporary", "gradient") and 0 < one.step < step)
+            or (one.kind in ("activation", "temporary") and one.call < call - 1)
+            or (one.kind in ("batch", "parameter") and 1 < one.step < step)
         }
 
     def _program_frames(self) -> Iterator[FrameType]:
@@ -487,7 +488,7 @@ class HolderSearch:
                 held.ids.add(allocation.id)
             held.graph |= value.grad_fn is not None
         elif depth < _DEEPEST:
-            for part in _parts(value):
+            for part in _parts(value, inside=depth > 0):
                 self._collect(part, retained, held, depth + 1)
 
 
@@ -503,9 +504,18 @@ def _variables(frame: FrameType) -> Iterator[tuple[str, Any, str]]:
                 type(value), "appendleft"
             ):
                 yield name, value, file
-            elif (home := _home(value)) is not None:
-                for attribute, part in list(vars(value).items()):
-                    yield attribute, part, home
+            else:
+                yield from _attributes(value, 0)
+
+
+def _attributes(value: Any, depth: int) -> Iterator[tuple[str, Any, str]]:
+    """Of an object of the program's, and of objects that it has."""
+    home = _home(value) if depth < _DEEPEST else None
+    if home is None:
+        return
+    for name, part in list(vars(value).items()):
+        yield name, part, home
+        yield from _attributes(part, depth + 1)
 
 
 def _locals(frame: FrameType) -> dict[str, Any]:
@@ -526,11 +536,14 @@ def _home(value: Any) -> str | None:
     return file if file is not None and not is_internal(file) else None
 
 
-def _parts(value: Any) -> Iterable[Any]:
+def _parts(value: Any, inside: bool) -> Iterable[Any]:
+    """`inside`: of a container."""
     if isinstance(value, dict):
         return list(value.values())[:_MOST_PARTS]
     if isinstance(value, (list, tuple, set)) or hasattr(type(value), "appendleft"):
         return list(value)[:_MOST_PARTS]
+    if inside and not isinstance(value, nn.Module) and _home(value) is not None:
+        return list(vars(value).values())
     return ()
 
 
