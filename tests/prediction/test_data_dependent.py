@@ -120,11 +120,14 @@ def test_random_numbers_and_parameters_made_of_data_give_shares():
     normal = torch.randn(n, device="cuda") * 2 + 1
     assert len(normal[normal > 2]) == pytest.approx(0.3085 * n, rel=0.02)
     positions = nn.Parameter(torch.arange(1000.0).cuda())
-    optimizer = torch.optim.Adam([positions])
+    sizes = nn.Parameter(torch.empty(1000, device="cuda").log_normal_().log())  # as an unknown 1.0 gives
+    optimizer = torch.optim.Adam([positions, sizes])
     for _ in range(3):
         near = positions[positions < 300]
         assert len(near) == 300
-        near.sum().backward()
+        inside = sizes[positions + sizes.exp() < 300]
+        assert len(inside) == 299
+        (near.sum() + inside.sum()).backward()
         optimizer.step()
 
 

@@ -446,6 +446,8 @@ class Values:
                 waiting = _Waiting(self._writes, None, entry.values, known=False)
             if waiting is not None:
                 self._wait(each, waiting.as_guess())
+            elif not entry.known:
+                self.set(each, entry.values, whole=False, known=False)
 
     def _takes_back(self, call: OpCall, result: torch.Tensor) -> bool:
         """Whether an unknown term is taken back, as where gradients go straight through a choice:
@@ -566,6 +568,7 @@ class Values:
         if call.func in _PRODUCTS and results[0].numel() * given[0].shape[-1] > _MOST_MULTIPLICATIONS:
             return False
         inputs: dict[int, _Waiting] = {}
+        followed = any(self._waiting_for(tensor) is not None for tensor in given)
         for tensor in given:
             waiting = self._waiting_for(tensor)
             if waiting is None and (self._made_zeros(tensor) or (func in _REPLACES and tensor is results[0])):
@@ -573,8 +576,10 @@ class Values:
             elif waiting is None:
                 entry = self.of(tensor)
                 guess = not entry.known and (not entry.whole or tensor.dtype.is_floating_point)
-                if guess and (call.func in _MASKED_FILLS or call.func in _ADDITIONS):
-                    guess = entry is not _default(tensor.dtype) or not tensor.dtype.is_floating_point
+                if guess and tensor.dtype.is_floating_point:
+                    default = entry is _default(tensor.dtype)
+                    fills = call.func in _MASKED_FILLS or call.func in _ADDITIONS
+                    guess = not (fills if default else followed)
                 if guess or not (entry.whole or not entry.values.dim()):
                     return False
                 waiting = _Waiting(self._writes, None, self.whole(tensor), entry.known)
