@@ -487,13 +487,26 @@ def workload():
     loss = lambda model, x: model(x).sum()
     return oomph.Workload(model=model, batch=batch, loss=loss, optimizer=torch.optim.SGD)
 """
+SEARCHED = """
+import torch, oomph
+
+def workload():
+    torch.backends.cudnn.benchmark = True
+    model = lambda: torch.nn.Conv2d(192, 1024, 5, padding=2, bias=False)
+    batch = lambda device: torch.empty(4, 192, 65, 65, device=device, dtype=torch.bfloat16)
+    loss = lambda model, x: model(x).sum()
+    return oomph.Workload(model=model, batch=batch, loss=loss, optimizer=torch.optim.SGD, dtype="bfloat16")
+"""
 
 
 @pytest.mark.skipif(not HAS_CUDNN, reason="cuDNN is not installed")
-@pytest.mark.parametrize(("asked", "expected"), [("1", 19132951), ("0", 14766952)])  # measured: the former
-def test_workspaces_are_those_that_cudnn_states(tmp_path, asked, expected):
-    (tmp_path / "grouped.py").write_text(GROUPED)
-    command = [sys.executable, "-m", "oomph", "predict", "grouped.py:workload", "--gpu", "h200", "--json"]
+@pytest.mark.parametrize(
+    ("step", "asked", "expected"),  # measured: where cuDNN is asked
+    [(GROUPED, "1", 19132951), (GROUPED, "0", 14766952), (SEARCHED, "1", 581773312)],
+)
+def test_workspaces_are_those_that_cudnn_states(tmp_path, step, asked, expected):
+    (tmp_path / "step.py").write_text(step)
+    command = [sys.executable, "-m", "oomph", "predict", "step.py:workload", "--gpu", "h200", "--json"]
     environment = os.environ | {"OOMPH_CUDNN": asked}
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True)
     at_peak = json.loads(result.stdout)["at_peak"]

@@ -158,13 +158,20 @@ def version(gpu: GPU) -> str | None:
 @functools.lru_cache(maxsize=4096)
 def workspace(conv_pass: ConvolutionPass, gpu: GPU) -> int | None:
     """Bytes of the algorithm that torch takes; None where cuDNN cannot be asked."""
+    return next(_stated(conv_pass, gpu), None)
+
+
+@functools.lru_cache(maxsize=4096)
+def workspaces(conv_pass: ConvolutionPass, gpu: GPU) -> frozenset[int]:
+    """Bytes of all algorithms that torch may take; none where cuDNN cannot be asked."""
+    return frozenset(_stated(conv_pass, gpu))
+
+
+def _stated(conv_pass: ConvolutionPass, gpu: GPU) -> Iterator[int]:
     library = _library()
-    if library is None or conv_pass.dtype not in _DATA_TYPES or gpu.capability not in _MULTIPROCESSORS:
-        return None
-    try:
-        return next(_workspaces(library, conv_pass, gpu), None)
-    except _Error:
-        return None
+    if library is not None and conv_pass.dtype in _DATA_TYPES and gpu.capability in _MULTIPROCESSORS:
+        with contextlib.suppress(_Error):
+            yield from _workspaces(library, conv_pass, gpu)
 
 
 def _workspaces(library: _Library, conv_pass: ConvolutionPass, gpu: GPU) -> Iterator[int]:

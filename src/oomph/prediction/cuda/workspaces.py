@@ -326,19 +326,20 @@ def _workspace(found: _Convolution, kind: Pass, gpu: GPU) -> int:
 
 
 def _search(found: _Convolution, kind: Pass, gpu: GPU) -> Iterator[Search]:
-    """The workspaces of the algorithms that torch.backends.cudnn.benchmark tries. Which of them cuDNN offers
-    for a convolution is not known: in float32, Fourier transforms are in 72 % (weight gradients) to 91 %
-    (data gradients) of its lists of those that `_is_transformed` names."""
+    """The workspaces of the algorithms that torch.backends.cudnn.benchmark tries: those that cuDNN states,
+    and Fourier transforms, which it lists on a card only. For which convolutions is not known: in float32,
+    they are in 72 % (weight gradients) to 91 % (data gradients) of its lists of those that `_is_transformed`
+    names."""
     searches = torch.backends.cudnn.enabled and torch.backends.cudnn.benchmark and not found.depthwise
     if not searches or not found.input.bytes * found.output.bytes:
         return
-    copies = _copies(found)
-    tried = {_workspace(found, kind, gpu), copies}
+    copies, stated = _copies(found), cudnn.workspaces(_conv_pass(found, kind), gpu)
+    tried = set(stated or (_workspace(found, kind, gpu), copies))
     if found.item == 4 and found.groups == 1 and not found.dilated:
         in_nchw = copies if found.channels_last and found.stride == 1 else 0
         if _is_transformed(found, kind):
             tried.add(_fourier(found, kind) + in_nchw)
-        if kind == "weight" and found.kernel_size == (3, 3) and found.stride == 1:
+        if not stated and kind == "weight" and found.kernel_size == (3, 3) and found.stride == 1:
             tried.add(_winograd(found) + in_nchw)
     yield Search((found, kind), tuple(sorted(tried)))
 
