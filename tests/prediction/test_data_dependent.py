@@ -69,12 +69,15 @@ def test_large_values_that_sizes_depend_on_are_computed_from_the_data():
     """Pairs of points within a radius, and masks of lengths; both too large to follow through every op."""
     points = torch.rand(2000, 3, generator=torch.Generator().manual_seed(0))
     near = (points[:, None] - points[None]).norm(dim=-1) < 0.1
+    counts = {order: int((torch.cdist(points, points, order) < 0.1).sum()) for order in (1.0, 2.0)}
     lengths = torch.arange(1, 3001)
 
     def program():
         moved = points.to("cuda")
         pairs = ((moved[:, None] - moved[None]).norm(dim=-1) < 0.1).nonzero()
         assert len(pairs) == int(near.sum())
+        for order in (1.0, 2.0):  # kernels of their own
+            assert len((torch.cdist(moved, moved, order) < 0.1).nonzero()) == counts[order]
         mask = torch.arange(3000, device="cuda") < lengths.to("cuda")[:, None]
         assert len(torch.ones(9_000_000, device="cuda")[mask.view(-1)]) == int(lengths.sum())
         assert mask.sum().item() == int(lengths.sum())

@@ -82,7 +82,7 @@ _MAKES_MASKS = VIEWS | aten_ops("""
     where.self masked_fill.Scalar masked_fill.Tensor _to_copy.default index.Tensor
 """)
 _JOINS = aten_ops("cat.default stack.default")
-_PRODUCTS = aten_ops("mm.default bmm.default _cdist_forward.default")
+_PRODUCTS = aten_ops("mm.default bmm.default _cdist_forward.default _euclidean_dist.default")
 # Large results that these and pointwise ops make of known values are computed once the program asks for them.
 _MAY_WAIT = (
     _KEEPS_VALUES
