@@ -355,6 +355,7 @@ def _prediction(
     sizes_assumed = tracer.estimates.sizes_assumed
     compiled = tracer.compile_seconds > 0
     residual = margin(unlimited.peak_reserved, allocations, sizes_assumed, compiled, card, torch.__version__)
+    residual = builtins.max(residual, tracer.may_be_kept)
     off_by = residual
     if refused_by(unlimited.highest_reserved + residual, rising=True) is not None:
         # The step would not run within the margin with segments at rising addresses.

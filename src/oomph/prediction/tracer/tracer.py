@@ -480,7 +480,8 @@ class Tracer:
         self.lock = threading.RLock()  # held during an op: neither this nor the fake mode is made for threads
         self.batch: Any = None
         self.batch_sizes: BatchSizes | None = None  # that the batch gets, other than the program's
-        self.loads_in_process = False  # a DataLoader without workers
+        self.loader_workers: int | None = None  # most of a DataLoader; None: the program has none
+        self.may_be_kept = 0  # bytes of DDP's first buckets, which NCCL may keep in the second forward
         self.allocator: str | None = None  # as the Workload gives it
         self.log: OpLog | None = None
         self.loads_state = False  # of a model or an optimizer

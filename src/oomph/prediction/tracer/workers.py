@@ -46,7 +46,7 @@ def _load_data_in_process(patches: Patches, tracer: Tracer, placement: Any) -> N
     start = threading.Thread.start
 
     def get_iterator(loader: DataLoader[Any]) -> Any:
-        tracer.loads_in_process |= loader.num_workers == 0
+        tracer.loader_workers = max(tracer.loader_workers or 0, loader.num_workers)
         alone = copy.copy(loader)
         alone.num_workers, alone.timeout, alone.pin_memory = 0, 0, False
         alone.prefetch_factor = None
@@ -342,14 +342,19 @@ def _replace_distributed_data_parallel(patches: Patches, tracer: Tracer) -> None
     def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         # After the first backward the buckets are made again, in the order in which gradients came. NCCL's
         # watchdog, which looks every 100 ms, keeps the old ones until the next backward, unless the program
-        # takes its time to load a batch.
+        # takes its time to get a batch from a loader.
         if self._will_rebuild and self._has_reduced and torch.is_grad_enabled():
             self._will_rebuild = False
             self._replaced_buckets, self._buckets = self._buckets, None
-            if tracer.loads_in_process:
-                self._replaced_buckets = None
+            held = "DDP: in the second forward, NCCL may still hold the first buckets"
+            if tracer.loader_workers is None:
+                tracer.note_once(held)
             else:
-                tracer.note_once("DDP: in the second forward, NCCL may still hold the first buckets")
+                self._replaced_buckets = None
+            if tracer.loader_workers:
+                trained = [each for each in self.module.parameters() if each.requires_grad]
+                tracer.may_be_kept += sum(each.nbytes for each in trained)
+                tracer.note_once(f"{held}; the margin contains them")
             self._buckets = _Buckets(self.module, self._cap_mb, tracer)
         if self.device_ids:
             return _call_on_gpu(self, *inputs, **kwargs)
