@@ -287,6 +287,32 @@ def penalties_on_gradients():
     return step
 
 
+@in_process
+def test_dropout_of_attention_matrices_belongs_to_them():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.head, self.dropout = nn.Embedding(500, 64), nn.Linear(64, 500), nn.Dropout(0.1)
+
+        def forward(self, ids):
+            q = self.table(ids).unflatten(-1, (4, 16)).transpose(1, 2)
+            x = self.dropout((q @ q.transpose(2, 3)).softmax(-1)) @ q
+            return self.head(x.transpose(1, 2).flatten(2))
+
+    def training():
+        model = Attention().cuda()
+
+        def step():
+            ids = torch.randint(500, (8, 256)).cuda()
+            F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+
+        return step
+
+    found = {one.pattern: one.formula for one in oomph.diagnose(training).findings}
+    # Of softmax, the product's gradient, and what dropout makes of it.
+    assert "3 x B*T^2*4 float32" in found["attention matrices"]
+
+
 def weights_cast_for_two_models():
     generator, critic = (nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)).cuda() for _ in "gc")
     optimizer = torch.optim.SGD([*generator.parameters(), *critic.parameters()])

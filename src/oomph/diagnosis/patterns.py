@@ -23,7 +23,8 @@ _FORWARD = ("forward activations", "loss", "evaluation")
 _HALF = ("bfloat16", "float16")
 _ELEMENTWISE = frozenset(
     "add sub mul div pow abs exp log sqrt neg relu gelu silu sigmoid tanh where clone copy maximum minimum "
-    "masked_fill clamp square cos sin _to_copy eq ne lt gt le ge rsub threshold_backward bitwise_and".split()
+    "masked_fill clamp square cos sin _to_copy eq ne lt gt le ge rsub threshold_backward bitwise_and "
+    "native_dropout native_dropout_backward".split()
 )
 _BROADCASTS = frozenset("add sub rsub mul div pow maximum minimum where eq ne lt gt le ge".split())
 _COPIES = frozenset(("clone", "repeat", "copy", "_to_copy", "native_dropout"))
@@ -204,6 +205,15 @@ class PeakAnalysis:
             if matrix:
                 found.add((one.module, elements(one), one.shape[-1]))
         return frozenset(found)
+
+    def is_attention_matrix(self, one: Allocation) -> bool:
+        if len(one.shape) < 2:
+            return False
+        return any((one.module, elements(one), size) in self.attention_sizes for size in one.shape[-2:])
+
+    @cached_property
+    def of_attention_matrices(self) -> frozenset[int]:
+        return self._family(lambda one, op, ratio: self.is_attention_matrix(one))
 
     def _is_product(self, one: Allocation) -> bool:
         """Whether the scores come from a batched product; those of a router come from a linear layer."""
@@ -550,9 +560,8 @@ def _is_of_pairs(facts: PeakAnalysis, one: Allocation) -> bool:
 
 
 def _is_attention(facts: PeakAnalysis, one: Allocation) -> bool:
-    if len(one.shape) < 2:
-        return False
-    return any((one.module, elements(one), size) in facts.attention_sizes for size in one.shape[-2:])
+    """Also what dropout, a module of its own, makes of them."""
+    return facts.is_attention_matrix(one) or one.id in facts.of_attention_matrices
 
 
 def _is_transition(facts: PeakAnalysis, one: Allocation) -> bool:
