@@ -89,7 +89,7 @@ import torch, torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 dist.init_process_group("nccl")
-model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4))).cuda()
+model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8))).cuda()
 model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view={})
 model._set_static_graph()
 optimizer = torch.optim.SGD(model.parameters())
@@ -106,13 +106,11 @@ def test_gradients_that_are_views_of_buckets_are_held_once(tmp_path):
         (tmp_path / "train.py").write_text(DDP.format(view, 2 * view))
         prediction = oomph.predict(Script(tmp_path / "train.py", torchrun=True), gpu="h100-80gb")
         # Batches of workers come at once, perhaps before NCCL has released the first buckets.
-        assert (
-            ("the margin contains them" in str(prediction.notes)) == (prediction.margin >= 4 * size) == view
-        )
+        assert (prediction.margin >= 4 * size) == view
         peaks[view] = [step.allocated for step in prediction.steps]
-    # One gradient at a time is beside its bucket, instead of four.
+    # One gradient at a time is beside its bucket, instead of eight.
     for separate, views in zip(peaks[False], peaks[True], strict=True):
-        assert separate - views == pytest.approx(3 * size, rel=0.02)
+        assert separate - views == pytest.approx(7 * size, rel=0.02)
     assert max(peaks[True]) == peaks[True][0]  # loading a batch gives NCCL time to release old buckets
 
 

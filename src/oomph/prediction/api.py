@@ -7,7 +7,7 @@ import contextlib
 import functools
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NoReturn, TypeVar
 
@@ -346,26 +346,26 @@ def _prediction(
     shown = replay(events, allocations, settings=settings)
     searches = any(one.op == CUDNN_SEARCH and one.bytes for one in allocations)
     # What decides: the search takes what is free, and does without where nothing is.
-    replay_needed = functools.partial(replay, events, allocations, settings=settings, search=False)
-    unlimited = replay_needed() if searches else shown
-
-    def refused_by(limit: int, *, rising: bool = False) -> int | None:
-        return replay_needed(limit, rising=rising).refused
+    replay_needed = functools.partial(replay, allocations=allocations, settings=settings, search=False)
+    unlimited = replay_needed(events) if searches else shown
+    # What else may happen: segments at rising addresses, and buckets of DDP that NCCL frees at last.
+    others = [functools.partial(replay_needed, events, rising=True)]
+    if tracer.freed_at_last:
+        others.append(functools.partial(replay_needed, _freed_later(events, tracer.freed_at_last)))
 
     sizes_assumed = tracer.estimates.sizes_assumed
     compiled = tracer.compile_seconds > 0
     residual = margin(unlimited.peak_reserved, allocations, sizes_assumed, compiled, card, torch.__version__)
-    residual = builtins.max(residual, tracer.may_be_kept)
     off_by = residual
-    if refused_by(unlimited.highest_reserved + residual, rising=True) is not None:
-        # The step would not run within the margin with segments at rising addresses.
-        rising = replay_needed(rising=True)
-        off_by = max(residual, rising.highest_reserved - unlimited.highest_reserved)
-    verdict, request = _verdict(refused_by, unlimited, limit, off_by, residual)
+    for other in others:
+        if other(limit=unlimited.highest_reserved + residual).refused is not None:
+            off_by = max(off_by, other().highest_reserved - unlimited.highest_reserved)
+    replays = [functools.partial(replay_needed, events), *others]
+    verdict, request = _verdict(replays, unlimited, limit, off_by, residual)
     step_seconds, work = step_work(tracer.work.kernels, card)
     release_seconds, smaller_workspaces = 0.0, False
     if verdict == "fits" and limit is not None and limit < unlimited.highest_reserved:
-        limited = replay_needed(limit)
+        limited = replay_needed(events, limit=limit)
         release_seconds, smaller_workspaces = limited.released * RELEASE_SECONDS, limited.smaller_workspaces
         step_seconds = None if step_seconds is None else step_seconds + release_seconds
     whole_steps = unlimited.steps[:-1] if tracer.stopped_within_step else unlimited.steps
@@ -479,22 +479,36 @@ def _assumptions(tracer: Tracer) -> Iterator[Note]:
         yield Note(f"{missing}, where a condition on values is taken as {taken}", site)
 
 
+def _freed_later(events: Sequence[Event], until: Mapping[int, int]) -> list[Event]:
+    """`until`: for ids of allocations, the index of the event before which each is freed."""
+
+    def place(index: int) -> int:
+        action, id, _ = events[index]
+        return max(index, until.get(id, 0)) if action == "free" else index
+
+    return [events[index] for index in sorted(range(len(events)), key=place)]
+
+
 def _verdict(
-    refused_by: Callable[..., int | None], unlimited: Replay, limit: int | None, margin: int, residual: int
+    replays: Sequence[Callable[..., Replay]],
+    unlimited: Replay,
+    limit: int | None,
+    margin: int,
+    residual: int,
 ) -> tuple[Verdict | None, int | None]:
     """Whether the allocator serves all requests within `limit`, and the id of the one that it refuses.
 
-    `limit` itself decides only if a limit that is higher or lower by `residual` gives the same answer, with
-    segments at falling and at rising addresses.
+    `limit` itself decides only if a limit that is higher or lower by `residual` gives the same answer in all
+    `replays`, of which the first is the prediction.
     """
     if limit is None:
         return None, None
     if unlimited.highest_reserved + margin <= limit:
         return "fits", None
-    if all(refused_by(limit - residual, rising=rising) is None for rising in (False, True)):
+    if all(replayed(limit=limit - residual).refused is None for replayed in replays):
         return "fits", None
-    request = refused_by(limit)
-    if all(refused_by(limit + residual, rising=rising) is not None for rising in (False, True)):
+    request = replays[0](limit=limit).refused
+    if all(replayed(limit=limit + residual).refused is not None for replayed in replays):
         return "does not fit", request
     return "too close to call", request
 

@@ -481,7 +481,7 @@ class Tracer:
         self.batch: Any = None
         self.batch_sizes: BatchSizes | None = None  # that the batch gets, other than the program's
         self.loader_workers: int | None = None  # most of a DataLoader; None: the program has none
-        self.may_be_kept = 0  # bytes of DDP's first buckets, which NCCL may keep in the second forward
+        self.freed_at_last: dict[int, int] = {}  # id of a bucket of DDP, the event before which NCCL frees it
         self.allocator: str | None = None  # as the Workload gives it
         self.log: OpLog | None = None
         self.loads_state = False  # of a model or an optimizer

@@ -321,6 +321,7 @@ def _replace_distributed_data_parallel(patches: Patches, tracer: Tracer) -> None
         self._cap_mb = kwargs.get("bucket_cap_mb") or 25
         self._buckets = _Buckets(module, self._cap_mb, tracer)
         self._replaced_buckets = None
+        self._may_be_held = []  # ids of buckets, in the second forward
         self._has_reduced = False
         self._will_rebuild = bool(kwargs.get("static_graph")) or not kwargs.get("find_unused_parameters")
         ranks = torch.distributed.get_world_size(kwargs.get("process_group"))
@@ -329,6 +330,8 @@ def _replace_distributed_data_parallel(patches: Patches, tracer: Tracer) -> None
             if not self.require_backward_grad_sync:
                 return
             self._replaced_buckets = None
+            tracer.freed_at_last.update(dict.fromkeys(self._may_be_held, len(tracer.recorder.events)))
+            self._may_be_held = []
             self._has_reduced = True
             if self.gradient_as_bucket_view:
                 parameter.grad = self._buckets.view(parameter)
@@ -342,19 +345,15 @@ def _replace_distributed_data_parallel(patches: Patches, tracer: Tracer) -> None
     def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         # After the first backward the buckets are made again, in the order in which gradients came. NCCL's
         # watchdog, which looks every 100 ms, keeps the old ones until the next backward, unless the program
-        # takes its time to get a batch from a loader.
+        # takes its time to get a batch from a loader. Workers may have the batch ready.
         if self._will_rebuild and self._has_reduced and torch.is_grad_enabled():
             self._will_rebuild = False
             self._replaced_buckets, self._buckets = self._buckets, None
-            held = "DDP: in the second forward, NCCL may still hold the first buckets"
             if tracer.loader_workers is None:
-                tracer.note_once(held)
+                tracer.note_once("DDP: in the second forward, NCCL may still hold the first buckets")
             else:
+                self._may_be_held = self._replaced_buckets.ids if tracer.loader_workers else []
                 self._replaced_buckets = None
-            if tracer.loader_workers:
-                trained = [each for each in self.module.parameters() if each.requires_grad]
-                tracer.may_be_kept += sum(each.nbytes for each in trained)
-                tracer.note_once(f"{held}; the margin contains them")
             self._buckets = _Buckets(self.module, self._cap_mb, tracer)
         if self.device_ids:
             return _call_on_gpu(self, *inputs, **kwargs)
@@ -374,6 +373,7 @@ class _Buckets:
 
     def __init__(self, module: nn.Module, cap_mb: float, tracer: Tracer) -> None:
         self._views: dict[torch.Tensor, torch.Tensor] = {}
+        self.ids: list[int] = []
         self._tracer = tracer
         filled: dict[Any, list[torch.Tensor]] = {}  # of dtype and device: parameters of the open bucket
         for parameter in module.parameters():
@@ -393,6 +393,7 @@ class _Buckets:
         allocation = self._tracer.recorder.allocation_of(bucket)
         if allocation is not None:
             allocation.kind = "gradient"
+            self.ids.append(allocation.id)
         self._views.update(zip(parameters, bucket.split(sizes), strict=True))
 
     def view(self, parameter: torch.Tensor) -> torch.Tensor:
