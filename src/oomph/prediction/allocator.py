@@ -33,18 +33,15 @@ from oomph.gpus import GPU
 from oomph.records import CUDNN_SEARCH, Alive, Allocation, Event, Moment, StepPeak, alive_after
 from oomph.units import MiB
 
-KIB = 1024
-MIB = 1024 * KIB
-
 MIN_BLOCK = 512  # every request is rounded up to a multiple of this
-SMALL_REQUEST = 1 * MIB  # the largest request that the small pool serves
-SMALL_SEGMENT = 2 * MIB
-LARGE_SEGMENT = 20 * MIB  # shared by requests above SMALL_REQUEST and below OWN_SEGMENT
-OWN_SEGMENT = 10 * MIB  # from here on a request gets a segment of its own size ...
-SEGMENT_STEP = 2 * MIB  # ... rounded up to a multiple of this
-OVERSIZE_SLACK = 20 * MIB  # a request that may not split a block takes one that is less than this larger
+SMALL_REQUEST = 1 * MiB  # the largest request that the small pool serves
+SMALL_SEGMENT = 2 * MiB
+LARGE_SEGMENT = 20 * MiB  # shared by requests above SMALL_REQUEST and below OWN_SEGMENT
+OWN_SEGMENT = 10 * MiB  # from here on a request gets a segment of its own size ...
+SEGMENT_STEP = 2 * MiB  # ... rounded up to a multiple of this
+OVERSIZE_SLACK = 20 * MiB  # a request that may not split a block takes one that is less than this larger
 
-ADDRESS_CHUNK = 32 * MIB  # of addresses that the driver takes at a time
+ADDRESS_CHUNK = 32 * MiB  # of addresses that the driver takes at a time
 FIRST_ADDRESS = 0x7F00_0000_0000  # about where CUDA's addresses lie
 ADDRESS_BITS = 52  # a petabyte of segments, and exact in viewers that count in doubles
 
@@ -337,7 +334,7 @@ class AllocatorSettings:
     def __str__(self) -> str:
         """As PYTORCH_CUDA_ALLOC_CONF takes them; empty for the defaults."""
         parts = ["expandable_segments:True"] if self.expandable_segments else []
-        parts += [f"max_split_size_mb:{self.max_split // MIB}"] if self.max_split is not None else []
+        parts += [f"max_split_size_mb:{self.max_split // MiB}"] if self.max_split is not None else []
         return ",".join(parts)
 
 
@@ -356,7 +353,7 @@ def allocator_settings(text: str | None) -> AllocatorSettings:
             if not value.isdecimal() or int(value) <= _LEAST_SPLIT:
                 valid = f"a whole number above {_LEAST_SPLIT}"
                 raise _wrong(text, f"max_split_size_mb is {value!r}; valid: {valid}")
-            max_split = int(value) * MIB
+            max_split = int(value) * MiB
         else:
             raise _wrong(text, f"{key!r} cannot be predicted; valid: {', '.join(_MODELLED)}")
     return AllocatorSettings(expandable, max_split)

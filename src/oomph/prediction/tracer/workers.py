@@ -23,9 +23,9 @@ from oomph.prediction.isolation import refuse_in_thread
 from oomph.prediction.tracer.fake_cuda import DEVICE, Patches
 from oomph.prediction.tracer.tracer import Tracer
 from oomph.torch_internals import FakeTensor, tree_leaves, tree_map
+from oomph.units import MiB
 
 _MODES = tuple[Any, ...]
-_MiB = 1 << 20
 _NCCL_VERSION = (2, 28, 9)  # that torch 2.11 comes with
 
 
@@ -382,7 +382,7 @@ class _Buckets:
             key = parameter.dtype, parameter.device
             filled.setdefault(key, []).append(parameter)
             size = sum(each.nbytes for each in filled[key])
-            if size >= (cap_mb if self._views else 1) * _MiB:
+            if size >= (cap_mb if self._views else 1) * MiB:
                 self._add(filled.pop(key))
         for parameters in filled.values():
             self._add(parameters)
