@@ -313,6 +313,20 @@ class Interval:
     reason: str = SIZES_DEPEND_ON_VALUES
 
 
+@dataclass(frozen=True)
+class AllocatorSettings:
+    """The settings of PYTORCH_CUDA_ALLOC_CONF that the simulated allocator models."""
+
+    expandable_segments: bool = False
+    max_split: int | None = None  # bytes: a block of this size or more is never split; None: no such size
+
+    def __str__(self) -> str:
+        """As PYTORCH_CUDA_ALLOC_CONF takes them; empty for the defaults."""
+        parts = ["expandable_segments:True"] if self.expandable_segments else []
+        parts += [f"max_split_size_mb:{self.max_split >> 20}"] if self.max_split is not None else []
+        return ",".join(parts)
+
+
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """The memory of a training step over time, and every tensor alive at its peak."""
@@ -329,6 +343,7 @@ class Prediction:
     timeline: tuple[Moment, ...]
     events: tuple[Event, ...]
     allocations: tuple[Allocation, ...]  # by id
+    allocator: AllocatorSettings = AllocatorSettings()  # with which the events were replayed
     notes: tuple[Note, ...] = ()
     seconds: float = 0.0  # that the prediction took
     compile_seconds: float = 0.0  # of these, to load and run Dynamo, AOTAutograd and Inductor

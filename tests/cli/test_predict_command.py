@@ -3,11 +3,13 @@
 import io
 import json
 import os
+import pickle
 import signal
 import time
 import warnings
 from contextlib import suppress
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 from rich.console import Console
@@ -153,6 +155,21 @@ workload = Workload(
     optimizer=lambda params: torch.optim.SGD(params),
 )
 """
+
+
+@pytest.mark.parametrize("settings", ["", "expandable_segments:True", "max_split_size_mb:21"])
+def test_the_snapshot_is_of_the_allocator_of_the_prediction(program, capfd, settings):
+    program(WORKLOADS.replace("workload = Workload(", f"workload = Workload(allocator={settings!r},"))
+    assert run(["predict", "train.py:workload", "--json", "--snapshot", "run.pickle"]) == 0
+    timeline = json.loads(capfd.readouterr().out)["timeline"]
+    with open("run.pickle", "rb") as file:
+        found = pickle.load(file)
+    sign = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+    (trace,) = found["device_traces"]
+    reserved = list(accumulate(sign.get(entry["action"], 0) * entry["size"] for entry in trace))
+    assert max(reserved) == max(moment["reserved"] for moment in timeline)
+    assert reserved[-1] == sum(segment["total_size"] for segment in found["segments"])
+    assert found["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"] == settings
 
 
 def test_a_small_step_fits_a_large_gpu(program, capfd):

@@ -10,12 +10,12 @@ import pytest
 
 from oomph.errors import UserError
 from oomph.prediction.allocator import (
-    AllocatorSettings,
     CachingAllocator,
     ExpandableAllocator,
     OutOfMemory,
     allocator_settings,
 )
+from oomph.records import AllocatorSettings
 
 KIB = 1024
 MIB = 1024 * KIB

@@ -8,7 +8,7 @@ from sample_prediction import allocation, prediction
 from torch.cuda import _memory_viz
 
 from oomph.prediction.allocator import replay
-from oomph.records import Event, Site
+from oomph.records import AllocatorSettings, Event, Site
 from oomph.report.snapshot import snapshot, write_snapshot
 
 pytestmark = pytest.mark.usefixtures("in_process")
@@ -44,8 +44,10 @@ EVENTS = tuple(
 )
 
 
-def content(events=EVENTS, limit=None):
-    return snapshot(ALLOCATIONS, replay(events, ALLOCATIONS, limit, record=True).trace)
+def content(events=EVENTS, limit=None, settings=None):
+    settings = settings or AllocatorSettings()
+    trace = replay(events, ALLOCATIONS, limit, settings=settings, record=True).trace
+    return snapshot(prediction(events=events, allocations=ALLOCATIONS, allocator=settings), trace)
 
 
 @pytest.fixture
@@ -125,6 +127,19 @@ def test_a_segment_that_was_released_is_in_the_trace_and_not_in_the_segments():
     result = content(events, limit=70 * MIB)
     assert [entry["action"] for entry in result["device_traces"][0]][4] == "segment_free"
     assert [segment["total_size"] for segment in result["segments"]] == [60 * MIB]
+
+
+def test_expandable_segments_are_stretches_of_mapped_pages():
+    events = (*EVENTS[:1], *EVENTS[2:], Event("free", 0), Event("mark", -1, "empty_cache"))
+    result = content(events, settings=AllocatorSettings(True))
+    actions = [entry["action"] for entry in result["device_traces"][0] if "segment" in entry["action"]]
+    assert actions == ["segment_map"] * 3 + ["segment_unmap"]
+    segments = result["segments"]
+    assert [(one["total_size"], one["segment_type"], one["is_expandable"]) for one in segments] == [
+        (2 * MIB, "small", True),
+        (40 * MIB, "large", True),  # of 20 and 20: the first page of 60 was unmapped
+    ]
+    assert sum(block["size"] for one in segments for block in one["blocks"]) == 42 * MIB
 
 
 def test_a_run_without_events_is_an_empty_snapshot():

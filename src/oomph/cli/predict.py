@@ -364,7 +364,8 @@ def _write_snapshot(file: str, prediction: Prediction) -> None:
     from oomph.report.snapshot import write_snapshot
 
     # Without a limit, so that the snapshot shows the whole run instead of ending at the failed allocation.
-    trace = replay(prediction.events, prediction.allocations, record=True).trace
+    settings = prediction.allocator
+    trace = replay(prediction.events, prediction.allocations, settings=settings, record=True).trace
     try:
         write_snapshot(file, prediction, trace)
     except OSError as error:

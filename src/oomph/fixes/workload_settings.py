@@ -11,7 +11,8 @@ import torch
 from oomph import gpus
 from oomph.errors import UserError
 from oomph.fixes.registry import Fix, FixContext, Target, check_whole_number, parameter_dtype
-from oomph.prediction.allocator import AllocatorSettings, replay
+from oomph.prediction.allocator import replay
+from oomph.records import AllocatorSettings
 from oomph.units import MiB
 from oomph.workload import Workload, allocator_of_environment
 

@@ -30,7 +30,16 @@ from typing import Literal, NamedTuple
 
 from oomph.errors import UserError
 from oomph.gpus import GPU
-from oomph.records import CUDNN_SEARCH, Alive, Allocation, Event, Moment, StepPeak, alive_after
+from oomph.records import (
+    CUDNN_SEARCH,
+    Alive,
+    Allocation,
+    AllocatorSettings,
+    Event,
+    Moment,
+    StepPeak,
+    alive_after,
+)
 from oomph.units import MiB
 
 MIN_BLOCK = 512  # every request is rounded up to a multiple of this
@@ -322,20 +331,6 @@ _WITHOUT_EFFECT = (
     "release_lock_on_cudamalloc",
 )
 _MODELLED = ("expandable_segments", "max_split_size_mb")
-
-
-@dataclass(frozen=True)
-class AllocatorSettings:
-    """The settings of PYTORCH_CUDA_ALLOC_CONF that the simulated allocator models."""
-
-    expandable_segments: bool = False
-    max_split: int | None = None  # bytes: a block of this size or more is never split; None: no such size
-
-    def __str__(self) -> str:
-        """As PYTORCH_CUDA_ALLOC_CONF takes them; empty for the defaults."""
-        parts = ["expandable_segments:True"] if self.expandable_segments else []
-        parts += [f"max_split_size_mb:{self.max_split // MiB}"] if self.max_split is not None else []
-        return ",".join(parts)
 
 
 def allocator_settings(text: str | None) -> AllocatorSettings:

@@ -18,7 +18,6 @@ from oomph.errors import ArgumentError, OomphError, ProgramError, UserError
 from oomph.gpus import GPU
 from oomph.prediction import program
 from oomph.prediction.allocator import (
-    AllocatorSettings,
     Replay,
     allocator_settings,
     is_convolution_workspace,
@@ -46,13 +45,14 @@ from oomph.prediction.program import Script, run_script
 from oomph.prediction.tracer.batch_sizes import BatchSizes, Sizes
 from oomph.prediction.tracer.dispatch import WrongDevice, count_uses_of_gradient
 from oomph.prediction.tracer.session import tracing
-from oomph.prediction.tracer.tracer import AllocationRecorder, OpLog, Tracer
+from oomph.prediction.tracer.tracer import OpLog, Tracer
 from oomph.prediction.tracer.values import Assumptions, Condition, assuming
 from oomph.prediction.tracer.work import RELEASE_SECONDS, step_work
 from oomph.records import (
     CUDNN_SEARCH,
     SIZES_DEPEND_ON_VALUES,
     Allocation,
+    AllocatorSettings,
     BatchTensor,
     EmbeddingUse,
     Event,
@@ -386,6 +386,7 @@ def _prediction(
         without_search=needed if needed != peak else None,
         events=events,
         allocations=allocations,
+        allocator=settings,
         notes=(
             *_notes_on_target(target),
             *notes,
@@ -571,16 +572,19 @@ def predict_ops(
     steps = {row.phase.split()[1] for row in measured if row.phase.startswith("step")}
 
     def rows(tracer: Tracer) -> list[OpRow]:
-        return _rows_of(log, tracer.recorder, steps)
+        return _rows_of(log, tracer, steps)
 
     return rows(trace(target, card, progress, log, lambda tracer: finish(rows(tracer))))
 
 
-def _rows_of(log: OpLog, recorder: AllocationRecorder, steps: Collection[str]) -> list[OpRow]:
-    allocations = [pending.finish() for pending in recorder.allocations]
-    allocated = {moment.event: moment.allocated for moment in replay(recorder.events, allocations).timeline}
+def _rows_of(log: OpLog, tracer: Tracer, steps: Collection[str]) -> list[OpRow]:
+    events = tracer.recorder.events
+    allocations = [pending.finish() for pending in tracer.recorder.allocations]
+    settings, _ = _allocator_settings(tracer)
+    replayed = replay(events, allocations, settings=settings)
+    allocated = {moment.event: moment.allocated for moment in replayed.timeline}
     after_event, level = [], 0
-    for index in range(len(recorder.events)):
+    for index in range(len(events)):
         level = allocated.get(index, level)
         after_event.append(level)
     rows = []
@@ -589,9 +593,7 @@ def _rows_of(log: OpLog, recorder: AllocationRecorder, steps: Collection[str]) -
             continue
         inside = after_event[first:last]
         before = after_event[first - 1] if first else 0
-        sizes = [
-            allocations[event.id].bytes for event in recorder.events[first:last] if event.action == "alloc"
-        ]
+        sizes = [allocations[event.id].bytes for event in events[first:last] if event.action == "alloc"]
         rows.append(
             OpRow(
                 op=op,

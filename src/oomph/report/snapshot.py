@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from oomph.records import Allocation, Prediction
+from oomph.units import MiB
 
 # (action, address, bytes, id of the Allocation), in program order; the actions are "alloc", "free" and
 # those on segments, with the names that PyTorch gives them.
@@ -23,15 +24,9 @@ _Block = tuple[int, int, int]  # address, bytes, id of the Allocation that cause
 _Frames = dict[int, list[dict[str, Any]]]  # by id of the Allocation
 
 _PROTOCOL = 4  # the newest that every version of the viewer reads
-_SMALL_SEGMENT = 2 * 1024 * 1024  # segments of this size, and no others, belong to the small pool
+_SMALL_REQUEST = MiB  # the largest that the small pool serves
+_PAGE = 2 * MiB  # memory is mapped into expandable segments in multiples of it
 _DEFAULT_POOL = (0, 0)
-_SETTINGS = {  # PyTorch's defaults, which the prediction assumes
-    "PYTORCH_CUDA_ALLOC_CONF": "",
-    "max_split_size": -1,
-    "garbage_collection_threshold": 0.0,
-    "expandable_segments": False,
-    "roundup_power2_divisions": {},
-}
 
 
 def write_snapshot(path: str | os.PathLike[str], prediction: Prediction, trace: Trace) -> None:
@@ -40,19 +35,26 @@ def write_snapshot(path: str | os.PathLike[str], prediction: Prediction, trace: 
     The segments in the file are those left at the end of the trace, as in a snapshot of a real run.
     """
     with open(path, "wb") as file:
-        pickle.dump(snapshot(prediction.allocations, trace), file, protocol=_PROTOCOL)
+        pickle.dump(snapshot(prediction, trace), file, protocol=_PROTOCOL)
 
 
-def snapshot(allocations: Sequence[Allocation], trace: Trace) -> dict[str, Any]:
+def snapshot(prediction: Prediction, trace: Trace) -> dict[str, Any]:
     """The content of the file. The trace has the requested sizes; blocks have the rounded ones as well."""
+    allocations, settings = prediction.allocations, prediction.allocator
     frames: _Frames = {}
     for _, _, _, id in trace:
         if id not in frames:
             frames[id] = _frames(allocations[id])
     return {
-        "segments": _segments(allocations, trace, frames),
+        "segments": _segments(allocations, trace, frames, settings.expandable_segments),
         "device_traces": [list(_entries(allocations, trace, frames))],
-        "allocator_settings": _SETTINGS,
+        "allocator_settings": {
+            "PYTORCH_CUDA_ALLOC_CONF": str(settings),
+            "max_split_size": -1 if settings.max_split is None else settings.max_split,
+            "garbage_collection_threshold": 0.0,
+            "expandable_segments": settings.expandable_segments,
+            "roundup_power2_divisions": {},
+        },
         "external_annotations": [],
     }
 
@@ -101,24 +103,41 @@ def _description(allocation: Allocation) -> str:
     return f"[{shape}] {allocation.dtype}, {allocation.stage}, step {allocation.step}"
 
 
-def _segments(allocations: Sequence[Allocation], trace: Trace, frames: _Frames) -> list[dict[str, Any]]:
+def _segments(
+    allocations: Sequence[Allocation], trace: Trace, frames: _Frames, expandable: bool
+) -> list[dict[str, Any]]:
     reserved, in_use = _alive_at_the_end(trace)
-    starts = sorted(reserved)
-    owners: dict[int, list[_Block]] = {start: [] for start in starts}
-    for address, size, id in sorted(in_use.values()):
-        owners[starts[bisect_right(starts, address) - 1]].append((address, size, id))
-    return [_segment(reserved[start], owners[start], allocations, frames) for start in starts]
+    segments: list[_Block] = []
+    for start, size, id in sorted(reserved.values()):
+        if expandable and segments and start == segments[-1][0] + segments[-1][1]:
+            first, before, id = segments.pop()  # torch reports a stretch of mapped pages as one segment
+            start, size = first, before + size
+        segments.append((start, size, id))
+    starts = [start for start, _, _ in segments]
+    owners: list[list[_Block]] = [[] for _ in segments]
+    for block in sorted(in_use.values()):
+        owners[bisect_right(starts, block[0]) - 1].append(block)
+    return [
+        {**_segment(segment, blocks, allocations, frames), "is_expandable": expandable}
+        for segment, blocks in zip(segments, owners, strict=True)
+    ]
 
 
 def _alive_at_the_end(trace: Trace) -> tuple[dict[int, _Block], dict[int, _Block]]:
-    """Segments and blocks that the trace does not return, by address."""
+    """Segments (of expandable ones, each page) and blocks that the trace does not return, by address."""
     reserved: dict[int, _Block] = {}
     in_use: dict[int, _Block] = {}
     for action, address, size, id in trace:
+        pages = range(address, address + size, _PAGE)
         if action == "segment_alloc":
             reserved[address] = (address, size, id)
         elif action == "segment_free":
             del reserved[address]
+        elif action == "segment_map":
+            reserved.update((page, (page, _PAGE, id)) for page in pages)
+        elif action == "segment_unmap":
+            for page in pages:
+                del reserved[page]
         elif action == "alloc":
             in_use[address] = (address, size, id)
         elif action == "free":
@@ -149,9 +168,8 @@ def _segment(
         "active_size": allocated,
         "requested_size": sum(allocations[owner].bytes for _, _, owner in in_use),
         "stream": allocations[id].stream,
-        "segment_type": "small" if total == _SMALL_SEGMENT else "large",
+        "segment_type": "small" if allocations[id].bytes <= _SMALL_REQUEST else "large",
         "segment_pool_id": _DEFAULT_POOL,
-        "is_expandable": False,
         "frames": frames[id],
         "blocks": blocks,
     }
