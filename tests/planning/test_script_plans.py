@@ -14,6 +14,7 @@ from torch import nn
 import oomph
 from oomph.cli.main import run
 from oomph.planning import read_plan
+from oomph.prediction import program
 from oomph.report.fixes import plan_text
 from oomph.report.terminal import report_console
 
@@ -167,6 +168,15 @@ def test_a_script_whose_model_cannot_be_found_gets_a_verdict(tmp_path):
         "for _ in range(3):\n    w.tanh().sum().backward()\n    w.data.add_(w.grad)\n    w.grad = None\n"
     )
     plan = oomph.fit(oomph.Script(str(file)), gpu="h200", max="6MiB")
+    assert not plan.fits
+    assert "no optimizer" in plan.reason
+
+
+def test_a_script_that_trains_nothing_and_has_no_end_gets_a_verdict(tmp_path, monkeypatch):
+    monkeypatch.setattr(program, "_ENDLESS_S", 0.5)
+    file = tmp_path / "inference.py"
+    file.write_text("import torch\nwhile True:\n    torch.zeros(1 << 20, device='cuda')\n")
+    plan = oomph.fit(oomph.Script(str(file)), gpu="h200", max="3MiB")
     assert not plan.fits
     assert "no optimizer" in plan.reason
 

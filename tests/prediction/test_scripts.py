@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import oomph
-from oomph import ProgramError, Script
+from oomph import ProgramError, Script, UserError
 
 MODEL = """
 import os, sys
@@ -245,6 +245,13 @@ while True:
 @pytest.mark.parametrize("loop", LOOPS)
 def test_other_endless_loops_end(predicted, loop):
     assert predicted(MODEL + LOOPS[loop]).peak.allocated > 0
+
+
+def test_a_script_that_catches_everything_and_stays_on_the_host_is_refused(predicted):
+    with pytest.raises(UserError, match="put nothing on the GPU"):
+        predicted(
+            MODEL.replace('.to("cuda")', "") + LOOPS["that catches everything"].replace('"cuda"', '"cpu"')
+        )
 
 
 def test_a_parameter_that_gets_its_first_value_from_data_is_no_step(predicted):

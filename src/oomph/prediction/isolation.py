@@ -380,12 +380,14 @@ def refuse_in_thread() -> Callable[[], None]:
 
 
 def finish(result: Any) -> NoReturn:
-    """From inside the program: send the result of `run_isolated` or `run_in_new_interpreter`, and end the
-    process, without returning to it."""
+    """From inside the program: send the result of `run_isolated` or `run_in_new_interpreter`, or the error
+    that these raise, and end the process, without returning to it."""
     _sending.acquire()  # for good: another thread of the program may come to its end now
     _end_output()  # the parent ends this process when it has the result
-    _send(_messages_to_parent, ("result", result))
-    os._exit(0)
+    try:
+        _send(_messages_to_parent, ("result", _sendable(result) if isinstance(result, Exception) else result))
+    finally:
+        os._exit(0)
 
 
 def restart(failed: str = "repeated blocks") -> NoReturn:
@@ -632,8 +634,7 @@ def _outcome(function: Callable[[Progress], Any], messages: BinaryIO) -> tuple[s
     except KeyboardInterrupt:
         return "error", KeyboardInterrupt()
     except BaseException as error:
-        known = blame(error)
-        return "error", RuntimeError(traceback.format_exc()) if known is None else _sendable(known)
+        return "error", _sendable(error)
     finally:
         _end_output()
 
@@ -667,8 +668,11 @@ def _send_progress(messages: BinaryIO, text: str, fraction: float | None) -> Non
         _send(messages, ("progress", (text, fraction)))
 
 
-def _sendable(error: OomphError) -> OomphError:
+def _sendable(raised: BaseException) -> Exception:
     """Without causes, which may not be picklable; of our base class where the parent lacks the program's."""
+    error = blame(raised)
+    if error is None:
+        return RuntimeError("".join(traceback.format_exception(raised)))
     error.__cause__ = error.__context__ = None
     cls = type(error)
     own = next(base for base in cls.__mro__ if base.__module__.partition(".")[0] == "oomph")

@@ -33,7 +33,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from oomph.errors import ProgramError, UserError, missing_arguments, program_traceback, user_line
 from oomph.prediction.allocator import allocator_settings
-from oomph.prediction.isolation import without_collection
+from oomph.prediction.isolation import can_restart, finish, restart, without_collection
 from oomph.prediction.tracer.fake_cuda import DEVICE
 from oomph.prediction.tracer.fast_path import FastPath
 from oomph.prediction.tracer.tracer import Tracer
@@ -815,6 +815,15 @@ class _ScriptSteps:
             self.begin(self._updates)
 
     def _end(self, why: str | None = None) -> NoReturn:
+        try:
+            with self._tracer.lock:  # other threads of the program wait, or the program does for the watch
+                self._stop(why)
+        except Exception as error:  # which the program may catch, and which would only end the watch
+            if self._tracer.blocks_repeated and can_restart():
+                restart()
+            finish(error)
+
+    def _stop(self, why: str | None) -> NoReturn:
         self._check_gpu()
         what = "saving" if self._tracer.modules.evaluated else "evaluation or saving"
         later = f"what it would do later, such as {what} after an epoch, is not included ({self._more()})"
@@ -867,7 +876,6 @@ class _ScriptSteps:
             if recorder.peak_bytes != peak or self._counts or self._updates or not active:
                 peak, since = recorder.peak_bytes, time.monotonic()
             elif time.monotonic() - since > _ENDLESS_S:
-                # What the program does meanwhile is not in the copy of the events.
                 self._end(f"because it trains nothing and its peak had not risen for {_ENDLESS_S:.0f} s")
 
     def _check_gpu(self, defined: Mapping[str, Any] | None = None) -> None:
