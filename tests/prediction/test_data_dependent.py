@@ -135,6 +135,30 @@ def test_random_numbers_and_parameters_made_of_data_give_shares():
 
 
 @in_trace(lambda found: "depends on values" not in notes_of(found))
+def test_parameters_that_are_not_trained_keep_the_data_that_they_are_made_of():
+    schedule = nn.Parameter(torch.linspace(-10, 10, 1001), requires_grad=False)
+    position = torch.round(torch.zeros(1, 1) * 1000).long()
+    assert schedule[position].sigmoid().item() == pytest.approx(4.54e-5, rel=1e-3)
+    assert schedule.cuda()[-1].item() == 10
+
+
+@in_process
+def test_a_trained_number_has_the_value_that_it_starts_with():
+    """As a span of attention that is learned and cuts the keys."""
+
+    def program(start):
+        span = nn.Parameter(torch.zeros(8, 1, 1) + start)
+        model = nn.Module()
+        model.span = span
+        model.cuda()
+        x = torch.ones(1024, 1024, device="cuda", requires_grad=True)
+        (x[: 1024 - int(model.span.max().item() * 1000)] * 2).sum().backward()
+
+    low, high = (oomph.predict(lambda start=start: program(start)).peak.allocated for start in (1.0, 0.0))
+    assert high - low > 2**21
+
+
+@in_trace(lambda found: "depends on values" not in notes_of(found))
 def test_large_targets_that_are_made_on_the_host_have_what_was_written_into_them():
     """As detectors match boxes of an image at a time with the truth."""
     for made in (torch.zeros(16, 50_000, dtype=torch.int64), torch.LongTensor(16, 50_000).zero_()):

@@ -47,6 +47,7 @@ from oomph.prediction.tracer.placement import (
 )
 from oomph.prediction.tracer.repeats import RepeatedBlocks, RepeatedCalls
 from oomph.prediction.tracer.tracer import OpLog, Tracer, inner_tensors
+from oomph.prediction.tracer.values import is_small
 from oomph.prediction.tracer.work import (
     CHECKPOINT_COST,
     FUNCTION_COST,
@@ -734,13 +735,16 @@ def _follow_parameters(patches: Patches, tracer: Tracer) -> None:
         if threading.get_ident() not in tracer.threads:
             return make(cls, data, requires_grad)
         plain = type(data) in (torch.Tensor, nn.Parameter)
+        values = None
         if data is not None and plain and data.device.type == "cpu":
             with tracer.lock, disable_torch_function():
-                data = tracer.fake_mode.from_tensor(data.detach())
+                values, data = data.detach(), tracer.fake_mode.from_tensor(data.detach())
         if cls is not nn.Parameter and type(data) is FakeTensor:
             parameter: Any = getattr(*internals.MAKE_SUBCLASS[0])(cls, data, requires_grad)
         else:
             parameter = make(cls, data, requires_grad)
+        if values is not None and is_small(values) and (not requires_grad or _is_one_number(values)):
+            tracer.values.set(parameter, values)
         tracer.parameter_sites[parameter] = find_site(tracer.boundary)[0]
         return parameter
 
@@ -763,6 +767,11 @@ def _follow_parameters(patches: Patches, tracer: Tracer) -> None:
             tracer.buffer_sites[tensor] = find_site(tracer.boundary)[0]
 
     patches.set(nn.Module, "register_buffer", register_buffer)
+
+
+def _is_one_number(values: torch.Tensor) -> bool:
+    """Whether a parameter starts with a number that the program chose, not with random or unwritten ones."""
+    return values.numel() > 0 and bool((values == values.flatten()[0]).all())
 
 
 def _move_modules_in_place(patches: Patches, tracer: Tracer) -> None:

@@ -352,7 +352,7 @@ class Values:
         """The op's results on the host, where all values of its tensors are known or guessed."""
         for tensor in tensors_in(call.args, call.kwargs):
             entry = self.of(tensor)
-            if not entry.whole and not (entry.known and not entry.values.dim() and _is_small(tensor)):
+            if not entry.whole and not (entry.known and not entry.values.dim() and is_small(tensor)):
                 return None
         real = call.run(self.whole)
         return tuple(real) if isinstance(real, (list, tuple)) else (real,)
@@ -382,7 +382,7 @@ class Values:
         if "out" in kwargs:
             return self._propagate_out(call, given, results)
         if func in _UNINITIALIZED:
-            if _is_whole_number(results[0].dtype) and _is_small(results[0]):
+            if _is_whole_number(results[0].dtype) and is_small(results[0]):
                 self.set(results[0], torch.zeros(results[0].shape, dtype=results[0].dtype))
             return None
         if func in _RANDOM:
@@ -393,9 +393,9 @@ class Values:
                 func,
                 [weakref.ref(arg) if isinstance(arg, FakeTensor) else arg for arg in args],
             )
-        is_float, small = results[0].dtype.is_floating_point, _is_small(results[0])
+        is_float, small = results[0].dtype.is_floating_point, is_small(results[0])
         if is_float and func._schema.is_mutable:
-            waits = not _is_small(_whole(results[0])) or any(each in self._waiting for each in given)
+            waits = not is_small(_whole(results[0])) or any(each in self._waiting for each in given)
             one_hot = func in _SCATTERS and self._made_zeros(results[0])
             if waits and not one_hot and self.put_off(call, given, results):
                 return None
@@ -424,7 +424,7 @@ class Values:
         known = known or _asks_whether_finite(func, args)
         if large_floats and not known and func not in _POSITIONS:
             return self.invalidate(call)
-        if known and (large_floats or all(map(_is_small, results))):
+        if known and (large_floats or all(map(is_small, results))):
             whole = func in _FACTORIES_LIKE or all(entry.whole for entry in inputs.values())
             if whole and self._store_computed(call, results, known=True):
                 return None
@@ -453,7 +453,7 @@ class Values:
         """Whether an unknown term is taken back, as where gradients go straight through a choice:
         `choice + x - x.detach()`, `x + (choice - x).detach()`, `choice + (x - x.detach())`."""
         adds, pair = call.func in _ADDITIONS, call.args[:2]
-        if call.kwargs or not _is_small(result) or not result.dtype.is_floating_point:
+        if call.kwargs or not is_small(result) or not result.dtype.is_floating_point:
             return False
         if not all(isinstance(each, FakeTensor) and each.shape == result.shape for each in pair):
             return False
@@ -489,7 +489,7 @@ class Values:
         for tensor in given:
             if not isinstance(tensor, FakeTensor) or _FOLLOWED in tensor.__dict__:
                 return False
-        if not _is_small(result):
+        if not is_small(result):
             return True
         several = any(tensor is not given[0] for tensor in given)
         return (several or not follow_floats) and any(tensor.dim() for tensor in given)
@@ -510,7 +510,7 @@ class Values:
             and (first.is_floating_point() or not inputs[id(first)].whole)
         ):
             return self._spread_positions(call, first, results)
-        small = all(map(_is_small, results)) and all(map(_is_small, given))
+        small = all(map(is_small, results)) and all(map(is_small, given))
         whole = all(entry.whole or (entry.known and not entry.values.dim()) for entry in inputs.values())
         floating = result.dtype.is_floating_point or result.dtype.is_complex
         if floating and not known:
@@ -647,7 +647,7 @@ class Values:
         """torch.cumsum(x, dim=0, out=part_of_another)"""
         out = call.kwargs["out"]
         inputs = [self.of(tensor) for tensor in given if tensor is not out]
-        follows = isinstance(out, FakeTensor) and self.of(out).whole and all(map(_is_small, given))
+        follows = isinstance(out, FakeTensor) and self.of(out).whole and all(map(is_small, given))
         follows = follows and all(entry.whole for entry in inputs)
         known = all(entry.known for entry in inputs)
         if not follows or not self._store_computed(call, results, known=known):
@@ -799,11 +799,11 @@ class Values:
         """A random op: draws are as good as those of a real run. The sample of a large result is even."""
         if func in _RANDOM_FLOATS and isinstance(out, torch.nn.Parameter):
             return  # no mask is made of initial weights
-        if func in _NORMAL and _is_small(out):
+        if func in _NORMAL and is_small(out):
             return
         generator = torch.Generator().manual_seed(self.draws)
         self.draws += 1
-        whole = _is_small(out) if func in _RANDOM_FLOATS else out.numel() <= _MOST_ELEMENTS
+        whole = is_small(out) if func in _RANDOM_FLOATS else out.numel() <= _MOST_ELEMENTS
         if not whole and func in _RANDOM_FLOATS and out.numel() <= _MOST_WAITING:
             layout = torch.empty(out.shape, device="meta")
             draw: Any = partial(_drawn, func, _bounds(func, args), tuple(out.shape), generator)
@@ -850,14 +850,14 @@ class Values:
         out = results[0 if _POSITIONS[call.func] is None else 1]
         arguments, entry = bind(*call), self.of(source)
         dim: int | None = arguments.get("dim", -1)
-        follows = _is_whole(entry) and _is_small(out)
+        follows = _is_whole(entry) and is_small(out)
         if call.func is not aten.multinomial.default and source.numel() and len(results) > 1 and not follows:
             self.set(results[0], _sample(entry), whole=False, known=False)
         if source.dim() == 0 or not out.numel():
             return self.set(out, torch.zeros((), dtype=out.dtype), whole=False, known=False)
         bound = source.numel() if dim is None else source.size(dim)
         chosen = out.size(dim) if dim is not None and out.dim() == source.dim() else 1
-        small = _is_small(out)
+        small = is_small(out)
         if small:
             values = torch.arange(out.numel())
         else:
@@ -1010,7 +1010,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
-def _is_small(tensor: torch.Tensor) -> bool:
+def is_small(tensor: torch.Tensor) -> bool:
     return tensor.numel() <= (_MOST_ELEMENTS if _is_whole_number(tensor.dtype) else _MOST_FLOATS)
 
 
@@ -1356,7 +1356,7 @@ class ValueEstimates:
 
     def _spread_evenly(self, indices: torch.Tensor, *shape: int) -> torch.Tensor:
         """Guess which elements of a tensor of this shape were selected: none twice."""
-        if indices.numel() and _is_small(indices):
+        if indices.numel() and is_small(indices):
             positions = _spread_positions(math.prod(shape), len(indices))
             each = torch.unravel_index(positions, shape)
             self._values.set(indices, torch.stack(each, 1).view(indices.shape), known=False)
