@@ -579,6 +579,22 @@ def test_accumulated_passes_that_leave_tensors_behind_are_all_counted():
     assert [growth(accumulate) for accumulate in (1, 8)] == [4 * MiB, 32 * MiB]
 
 
+def test_a_memory_that_is_replaced_by_a_longer_one_is_no_growth():
+    memory, losses = [None], []
+
+    def loss(model, batch):
+        out = model(batch)
+        kept = out.detach()
+        memory[0] = kept if memory[0] is None else torch.cat([memory[0], kept])
+        losses.append(out.mean())
+        return losses[-1]
+
+    step = oomph.Workload(
+        lambda: nn.Linear(512, 512), lambda device: torch.randn(2048, 512, device=device), loss
+    )
+    assert oomph.predict(step).growth is None
+
+
 @in_trace()
 def test_repeated_calls_leave_gradients_and_no_tensors():
     """Gradients dropped between forward and backward come back; locals of a function are not kept alive."""

@@ -833,6 +833,6 @@ def _growth(
         one = allocations[id]
         if one.step == steps[-2].step and one.stage != "optimizer state":  # L-BFGS fills a history
             kept[one.site] = kept.get(one.site, 0) + one.bytes
-    if not kept:  # only the last batch was longer than the one before
+    if sum(kept.values()) < MiB:  # only the last batch, or a memory that is replaced, was longer than before
         return None
     return Growth(growth, max(kept, key=lambda site: kept[site]))
