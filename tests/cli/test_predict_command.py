@@ -157,6 +157,23 @@ workload = Workload(
 """
 
 
+def test_the_table_of_stages_is_of_the_usual_prediction(program, capfd):
+    """The optimizer's state and the second part of the batch are not there in a first pass alone."""
+    layers = "lambda: torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(4)))"
+    changed = WORKLOADS.replace("lambda: torch.nn.Linear(1024, 4096, bias=False)", layers)
+    program(changed.replace("optim.SGD", "optim.AdamW").replace("loss=loss", "loss=loss, accumulate=2"))
+    command = ["predict", "train.py:workload", "--max", "130MiB"]
+    made = []
+    for more in ([], ["--stages"]):
+        assert run([*command, *more, "--json"]) == 1
+        made.append(json.loads(capfd.readouterr().out))
+    assert made[0]["peak"] == made[1]["peak"]
+    assert made[1]["forward_stages"][2]["stage"] == "after first layer"
+    assert run([*command, "--stages", "--html", "page.html"]) == 1
+    assert capfd.readouterr().out.startswith("Allocated memory over the first step\n  parameters ")
+    assert os.path.exists("page.html")
+
+
 @pytest.mark.parametrize("settings", ["", "expandable_segments:True", "max_split_size_mb:21"])
 def test_the_snapshot_is_of_the_allocator_of_the_prediction(program, capfd, settings):
     program(WORKLOADS.replace("workload = Workload(", f"workload = Workload(allocator={settings!r},"))

@@ -125,20 +125,18 @@ def run_predict(given: PredictOptions) -> ExitStatus:
         _write_snapshot(options.snapshot, prediction)
     # The memory profiler of report 002, for every config whose model is a stack of layers.
     stages = stage_table(prediction) if options.stages or is_config(options.target) else None
-    if options.stages and not options.json:
-        if stages is None:
-            raise UserError(f"--stages: the model of {options.target} is not a stack of layers")
-        write_stdout(stage_table_text(stages, report_console()).lstrip("\n"))
-        return ExitStatus.FITS
+    table = stage_table_text(stages, report_console()) if stages is not None else ""
     if options.json:
         found = prediction_to_json(prediction)
         if stages is not None:
             found["forward_stages"] = stage_table_to_json(stages)
         write_json(found)
+    elif options.stages:
+        if stages is None:
+            raise UserError(f"--stages: the model of {options.target} is not a stack of layers")
+        write_stdout(table.lstrip("\n"))
     else:
-        text = report_text(prediction, report_console())
-        table = stage_table_text(stages, report_console()) if stages is not None else ""
-        write_stdout(text + table + next_step(options, prediction))
+        write_stdout(report_text(prediction, report_console()) + table + next_step(options, prediction))
     if options.html is not None:
         write_page(options.html, options.typed, [("with fixes" if options.fixes else "as it is", prediction)])
     return ExitStatus.DOES_NOT_FIT if prediction.fits is False else ExitStatus.FITS
@@ -267,7 +265,6 @@ def predict_target(
     load_torch()
     from oomph.prediction import predict as predict_program
     from oomph.prediction.api import predict_isolated, run_silently
-    from oomph.prediction.program import STEPS
 
     def run(progress: Progress) -> Prediction:
         predict = partial(
@@ -286,10 +283,7 @@ def predict_target(
                 target = _on_ranks(workload_of(target, options.target), options)
             if sizes is not None:
                 target = replace(workload_of(target, options.target), sizes=sizes)
-            if options.stages:  # the table shows the first pass
-                target = replace(workload_of(target, options.target), accumulate=1)
-            steps = 1 if options.stages else STEPS
-            return predict(target, max=allocator_limit(options, options.max), steps=steps)
+            return predict(target, max=allocator_limit(options, options.max))
 
     # The program's own output goes to stderr; the progress bar comes second, so that it wraps that output.
     with program_output() as report:

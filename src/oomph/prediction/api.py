@@ -102,7 +102,6 @@ def predict(
     gpu: str | GPU | None = None,
     max: str | int | None = None,
     sizes: Sizes | None = None,
-    steps: int = program.STEPS,
     allow: Collection[str] = (),
     progress: Progress | None = None,
     search: bool = True,
@@ -116,7 +115,6 @@ def predict(
     `sizes` replaces sizes of a Workload. The batches of other programs get the sizes B, T, H or W that it
     gives, as {"T": 4096}, or in place of a size, as {"512": 4096}, or those of the longest sample of their
     data sets ("longest").
-    `steps` of a Workload are traced. With one, nothing of the optimizer's state is there yet at the peak.
     The program runs in a child process and changes no file; `allow` may name "subprocesses", to let it start
     other programs, and "network".
     `progress` receives a text and, where it is known, the fraction that is done.
@@ -154,7 +152,6 @@ def predict(
                 progress,
                 sizes=sizes,
                 finish=lambda tracer: finish(prediction(tracer)),
-                steps=steps,
                 search_limit=(limit or card.memory - card.context) if search else 0,
             )
         )
@@ -528,7 +525,6 @@ def trace(
     log: OpLog | None = None,
     finish: Callable[[Tracer], NoReturn] | None = None,
     sizes: Sizes | None = None,
-    steps: int = program.STEPS,
     search_limit: int = 0,
 ) -> Tracer:
     """Run the target on the fake GPU; its own failures come out as ProgramError.
@@ -542,7 +538,7 @@ def trace(
         if sizes is not None:
             tracer.batch_sizes = BatchSizes(sizes, tracer.recorder.note)
         if isinstance(target, Workload):
-            program.run_workload(target, tracer, progress, steps)
+            program.run_workload(target, tracer, progress)
         elif isinstance(target, Script):
             if finish is None or not is_isolated():
                 raise UserError("a script is predicted in a child process, which is not possible here")

@@ -57,11 +57,11 @@ _MOST_STEPS = 500
 STEPS = 3  # the optimizer's state appears in the first; from the second on, steps repeat
 
 
-def run_workload(workload: Workload, tracer: Tracer, progress: Progress, steps: int = STEPS) -> None:
-    """Build on the host, move to the GPU, then `steps` times forward, backward, update."""
+def run_workload(workload: Workload, tracer: Tracer, progress: Progress) -> None:
+    """Build on the host, move to the GPU, then STEPS times forward, backward, update."""
     allocator_settings(workload.allocator)  # a mistake there is reported before the trace, not after
     with deterministic_algorithms(workload.deterministic), _process_group(workload, tracer):
-        _build_and_step(workload, tracer, progress, steps)
+        _build_and_step(workload, tracer, progress)
 
 
 @contextlib.contextmanager
@@ -78,7 +78,7 @@ def _process_group(workload: Workload, tracer: Tracer) -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
-def _build_and_step(workload: Workload, tracer: Tracer, progress: Progress, steps: int) -> None:
+def _build_and_step(workload: Workload, tracer: Tracer, progress: Progress) -> None:
     tracer.allocator, tracer.sizes = workload.allocator, workload.sizes or {}
     progress("building the model", None)
     model = build_model(workload, tracer)
@@ -98,19 +98,19 @@ def _build_and_step(workload: Workload, tracer: Tracer, progress: Progress, step
             if repeated.repeat(index, part):
                 continue
             of = f" (part {index + 1} of {len(passes)})" if len(passes) > 1 else ""
-            progress(f"step {number} of {steps}: forward{of}", _done(number, index / len(passes), steps))
+            progress(f"step {number} of {STEPS}: forward{of}", _done(number, index / len(passes)))
             with repeated.tracing(index, part, accumulated=len(passes) > 1):
                 with tracer.in_phase("forward"), tracer.loss_after_model():
                     with workload.autocast_context("cuda"):
                         repeated.set_loss(workload.loss(called, part))
                     check_loss(repeated.loss)
                     scaled = workload.scaled(repeated.loss, factor)
-                done = _done(number, (index + 0.3) / len(passes), steps)
-                progress(f"step {number} of {steps}: backward{of}", done)
+                done = _done(number, (index + 0.3) / len(passes))
+                progress(f"step {number} of {STEPS}: backward{of}", done)
                 scaled.backward()
                 del scaled
         if optimizer is not None:
-            progress(f"step {number} of {steps}: optimizer", _done(number, 0.95, steps))
+            progress(f"step {number} of {STEPS}: optimizer", _done(number, 0.95))
             optimizer.step()
             optimizer.zero_grad()
 
@@ -122,7 +122,7 @@ def _build_and_step(workload: Workload, tracer: Tracer, progress: Progress, step
             break
         stepped = inner
     is_known = stepped is None or type(stepped).__module__.startswith(("torch.optim", "oomph."))
-    _repeat(step, tracer, repeated if is_known else None, steps)
+    _repeat(step, tracer, repeated if is_known else None)
 
 
 class _TracedPass(NamedTuple):
@@ -361,24 +361,22 @@ def _check_own_training(result: Any, name: str, tracer: Tracer) -> None:
         )
 
 
-def _done(step: int, part: float, steps: int = STEPS) -> float:
+def _done(step: int, part: float) -> float:
     """How much of the trace is behind: steps take about the same time, the backward pass most of it."""
-    return (step - 1 + part) / steps
+    return (step - 1 + part) / STEPS
 
 
-def _repeat(
-    step: Callable[[int], None], tracer: Tracer, passes: _RepeatedPasses | None = None, steps: int = STEPS
-) -> None:
+def _repeat(step: Callable[[int], None], tracer: Tracer, passes: _RepeatedPasses | None = None) -> None:
     """`passes`: if the second step's are those of the first, the last step repeats the second's events."""
     recorder, before = tracer.recorder, 0
-    for number in range(1, steps + 1):
+    for number in range(1, STEPS + 1):
         tracer.step = number
         recorder.mark(f"step {number}")
-        same = 2 < number == steps and passes is not None and passes.same_in_all_steps
+        same = number == STEPS and passes is not None and passes.same_in_all_steps
         if same and recorder.repeat(recorder.events[before:-1], number):
             break
         before = len(recorder.events)
-        tracer.work.begin(counting=number == steps or (passes is not None and number > 1))
+        tracer.work.begin(counting=number == STEPS or (passes is not None and number > 1))
         step(number)
     tracer.label_parameters()
     recorder.close()  # before the program's own objects go: what is left now is left after a step
