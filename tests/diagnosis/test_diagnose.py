@@ -242,6 +242,36 @@ def test_the_line_that_keeps_leaves_is_named(leaf):
     assert cause.sites[0].function == "push"
 
 
+class Numbers(list):
+    read = 0
+
+    def __iter__(self):
+        for each in super().__iter__():
+            Numbers.read += 1
+            yield each
+
+
+class Part:
+    def __init__(self):
+        self.ids, self.others = Numbers(range(1000)), []
+
+
+@in_process
+def test_a_search_for_the_line_reads_an_object_once_and_few_numbers():
+    def program():
+        parts = [Part() for _ in range(20)]
+        for part in parts:
+            part.others += parts
+        model, kept = nn.Linear(1024, 1024).cuda(), []
+        for _ in range(3):
+            kept.append(model(torch.randn(1024, 1024, device="cuda")))
+            kept[-1].sum().backward()
+
+    cause = oomph.diagnose(program).findings[0]
+    assert (cause.pattern, cause.sites[0].function) == ("growing list", "program")
+    assert 0 < Numbers.read < 10_000
+
+
 def pixel_classes():
     return oomph.Workload(
         model=lambda: nn.Conv2d(3, 21, 1),

@@ -19,7 +19,7 @@ import sysconfig
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -389,8 +389,10 @@ def _is_loss(module: nn.Module) -> bool:
 # ----------------------------------------------------------------------------------- what keeps tensors alive
 
 _LEAST_BYTES = 1 << 20  # less is not worth a search
-_DEEPEST = 3  # containers and objects inside of others
+_MOST_VISITED = 50_000  # objects, in one search
 _MOST_PARTS = 4096  # of one container
+_FIRST_PARTS = 64  # where these are numbers or text, so are the others
+_PLAIN = (bool, int, float, str, bytes, type(None))
 _ADDS = {"append", "appendleft", "extend", "insert", "add", "update", "setdefault"}
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
@@ -410,6 +412,14 @@ class _Statement(NamedTuple):
     function: str
     recurrent: bool
     loops: bool
+
+
+class _Visited(NamedTuple):
+    value: Any
+    name: str  # of the variable or the attribute that holds it
+    file: str  # with the statements that may add to that
+    frame: int  # the innermost that has it
+    inside: bool = False  # of a container
 
 
 class HolderSearch:
@@ -447,19 +457,21 @@ class HolderSearch:
         if size < max(_LEAST_BYTES, self._searched_at * 3 // 2):
             return
         self._searched_at = size
-        for frame in self._program_frames():
-            for name, value, file in _variables(frame):
-                held = _Held()
-                self._collect(value, retained, held, 0)
-                if held.ids or held.graph:
-                    self._add(held, _statement_that_adds(file, name, frame), file)
-
-    def _add(self, held: _Held, statement: _Statement | None, file: str) -> None:
-        if statement is not None:
-            known = self._found.setdefault(Site(file, statement.line, statement.function), _Held())
-            known.ids |= held.ids
-            known.graph |= held.graph
-            known.recurrent, known.loops = statement.recurrent, statement.loops
+        frames = list(self._program_frames())
+        held: dict[tuple[str, str, int], _Held] = {}
+        for tensor, name, file, frame, _ in _tensors(frames):
+            one = held.setdefault((name, file, frame), _Held())
+            allocation = self._tracer.recorder.allocation_of(tensor)
+            if allocation is not None and allocation.id in retained:
+                one.ids.add(allocation.id)
+            one.graph |= tensor.grad_fn is not None
+        for (name, file, frame), one in held.items():
+            statement = _statement_that_adds(file, name, frames[frame:]) if one.ids or one.graph else None
+            if statement is not None:
+                known = self._found.setdefault(Site(file, statement.line, statement.function), _Held())
+                known.ids |= one.ids
+                known.graph |= one.graph
+                known.recurrent, known.loops = statement.recurrent, statement.loops
 
     def _retained(self) -> dict[int, int]:
         """Activations of earlier steps, and of calls before the last: id -> bytes. Gradients, too, of which
@@ -481,45 +493,30 @@ class HolderSearch:
                 yield frame
             frame = frame.f_back
 
-    def _collect(self, value: Any, retained: Mapping[int, int], held: _Held, depth: int) -> None:
-        if isinstance(value, FakeTensor):
-            allocation = self._tracer.recorder.allocation_of(value)
-            if allocation is not None and allocation.id in retained:
-                held.ids.add(allocation.id)
-            held.graph |= value.grad_fn is not None
-        elif depth < _DEEPEST:
-            for part in _parts(value, inside=depth > 0):
-                self._collect(part, retained, held, depth + 1)
 
-
-def _variables(frame: FrameType) -> Iterator[tuple[str, Any, str]]:
-    """Name, value and file of locals, globals, and attributes of the program's objects."""
-    file = frame.f_code.co_filename
-    scopes = [frame.f_globals]
-    if frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # of a function
-        scopes.append(_locals(frame))
-    for scope in scopes:
-        for name, value in list(scope.items()):
-            if isinstance(value, (torch.Tensor, list, tuple, dict, set)) or hasattr(
-                type(value), "appendleft"
-            ):
-                yield name, value, file
-            else:
-                yield from _attributes(value, 0)
-
-
-def _attributes(value: Any, depth: int) -> Iterator[tuple[str, Any, str]]:
-    """Of an object of the program's, and of objects that it has."""
-    home = _home(value) if depth < _DEEPEST else None
-    if home is None:
-        return
-    for name, part in list(vars(value).items()):
-        yield name, part, home
-        yield from _attributes(part, depth + 1)
+def _tensors(frames: Sequence[FrameType]) -> Iterator[_Visited]:
+    """Of locals, globals, attributes of the program's objects, and containers. What frames have themselves
+    comes before what is deep inside of a data set."""
+    visited = [
+        _Visited(value, name, frame.f_code.co_filename, number)
+        for number, frame in enumerate(frames)
+        for scope in (frame.f_globals, _locals(frame))
+        for name, value in list(scope.items())
+    ]
+    seen: set[tuple[int, str]] = set()
+    for one in visited:
+        key = id(one.value), one.name
+        if isinstance(one.value, FakeTensor):
+            yield one
+        elif key not in seen and len(visited) < _MOST_VISITED:
+            seen.add(key)
+            visited += _parts(one)
 
 
 def _locals(frame: FrameType) -> dict[str, Any]:
-    """A copy. Before Python 3.13 a frame keeps what it once gave out, and tensors with it."""
+    """Of a function: a copy. Before Python 3.13 a frame keeps what it once gave out, and tensors with it."""
+    if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        return {}
     kept = frame.f_locals
     found = dict(kept)
     if sys.version_info < (3, 13):
@@ -536,29 +533,37 @@ def _home(value: Any) -> str | None:
     return file if file is not None and not is_internal(file) else None
 
 
-def _parts(value: Any, inside: bool) -> Iterable[Any]:
-    """`inside`: of a container."""
-    if isinstance(value, dict):
-        return list(value.values())[:_MOST_PARTS]
-    if isinstance(value, (list, tuple, set)) or hasattr(type(value), "appendleft"):
-        return list(value)[:_MOST_PARTS]
-    if inside and not isinstance(value, nn.Module) and _home(value) is not None:
-        return list(vars(value).values())
-    return ()
+def _parts(one: _Visited) -> list[_Visited]:
+    """Attributes of an object have names of their own, but for objects in containers."""
+    value = one.value
+    if isinstance(value, (dict, list, tuple, set)) or hasattr(type(value), "appendleft"):
+        elements: Iterable[Any] = value.values() if isinstance(value, dict) else value
+        if all(isinstance(each, _PLAIN) for each in itertools.islice(elements, _FIRST_PARTS)):
+            return []
+        return [one._replace(value=each, inside=True) for each in [*itertools.islice(elements, _MOST_PARTS)]]
+    home = _home(value)
+    if home is None or (one.inside and isinstance(value, nn.Module)):
+        return []
+    attributes = list(vars(value).items())
+    if one.inside:
+        return [one._replace(value=part) for _, part in attributes]
+    return [_Visited(part, name, home, one.frame) for name, part in attributes]
 
 
-def _statement_that_adds(file: str, name: str, frame: FrameType) -> _Statement | None:
+def _statement_that_adds(file: str, name: str, frames: Iterable[FrameType]) -> _Statement | None:
     """`name.append(...)`, `name += ...`, `name[...] = ...`, `name = f(name)`, `name = [... for ...]`.
 
-    Of several, the one in the frame's own function.
+    Of several, the one in the innermost of these frames that has one.
     """
     statements = _additions(file).get(name, ())
-    own = range(frame.f_code.co_firstlineno, _last_line(frame.f_code) + 1)
-    return next((one for one in statements if one.line in own), statements[0] if statements else None)
+    own = (_lines(frame.f_code) for frame in frames if frame.f_code.co_filename == file)
+    found = (one for lines in own for one in statements if one.line in lines)
+    return next(itertools.chain(found, statements), None)
 
 
-def _last_line(code: CodeType) -> int:
-    return max((line for *_, line in code.co_lines() if line is not None), default=code.co_firstlineno)
+def _lines(code: CodeType) -> range:
+    last = max((line for *_, line in code.co_lines() if line is not None), default=code.co_firstlineno)
+    return range(code.co_firstlineno, last + 1)
 
 
 @lru_cache(maxsize=256)
