@@ -31,6 +31,13 @@ def test_a_function_that_behaves_differently_is_reported(monkeypatch):
         self_test()
 
 
+def test_an_attribute_of_data_loaders_that_moved_is_reported(monkeypatch):
+    iterator = torch.utils.data.dataloader._BaseDataLoaderIter
+    monkeypatch.setattr(iterator, "__next__", lambda self: next(self._sampler_iter))
+    with pytest.raises(UnsupportedTorch, match="_num_yielded"):
+        self_test()
+
+
 def test_importing_a_name_that_moved_says_so(monkeypatch):
     assert not hasattr(torch_internals, "no_such_name")
     monkeypatch.delattr(torch_internals, "FakeTensor")

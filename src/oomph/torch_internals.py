@@ -425,7 +425,7 @@ def has_triton() -> bool:
 
 def batches_drawn(iterator: Any) -> int:
     """From an iterator of a DataLoader."""
-    return int(getattr(iterator, "_num_yielded", 0))
+    return int(iterator._num_yielded)
 
 
 # ---------------------------------------------------------------------------------------------- self-test
@@ -459,6 +459,7 @@ def self_test() -> None:
     ]
     for owner, name in pairs:
         check_attribute(owner, name)
+    _check_data_loaders()
     _check_schemas()
     _check_fake_tensors()
     _check_autograd_nodes()
@@ -468,6 +469,12 @@ def check_attribute(owner: Any, name: str) -> None:
     """Raise UnsupportedTorch unless `owner` has the attribute: a trace never skips a patch."""
     if not hasattr(owner, name):
         raise UnsupportedTorch(f"{getattr(owner, '__name__', type(owner).__name__)}.{name}")
+
+
+def _check_data_loaders() -> None:
+    counts = torch.utils.data.dataloader._BaseDataLoaderIter.__next__.__code__.co_names
+    if "_num_yielded" not in counts:
+        raise UnsupportedTorch("_BaseDataLoaderIter._num_yielded")
 
 
 def _check_schemas() -> None:

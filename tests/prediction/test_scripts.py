@@ -126,6 +126,8 @@ import torch
 model = torch.nn.Linear(8, 8).cuda()
 optimizer = torch.optim.Adam(model.parameters())
 data = torch.utils.data.DataLoader(range({samples}), batch_size=4) if {samples} else range(99)
+other = iter(torch.utils.data.DataLoader(range(9000)))
+next(other)
 for number, batch in enumerate(data):
     model(torch.randn(4, 8, device="cuda")).sum().backward()
     if number % 2:

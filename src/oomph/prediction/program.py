@@ -839,12 +839,12 @@ class _ScriptSteps:
         self._finish(self._tracer)
 
     def _more(self) -> str:
-        """What includes the end of an epoch, where the DataLoader that is read has a length."""
+        """What includes the end of an epoch, where the DataLoader that the steps read has a length."""
         traced, steps = self._tracer.step, 0
-        for loader in self._tracer.training.data_loaders:
+        loader = max(self._tracer.training.data_loaders, key=batches_drawn, default=None)
+        if loader is not None and (batches := batches_drawn(loader) // traced):  # of a step
             with contextlib.suppress(Exception):  # a data set of the program's, which may have no length
-                batches = max(1, batches_drawn(loader) // traced)  # of a step
-                steps = max(steps, -(-len(loader) // batches))
+                steps = -(-len(loader) // batches)
         if steps > _LONG_EPOCH:
             return f"an epoch has {steps:,} steps: to include its end, give the script less data, and --steps"
         if steps >= traced:
