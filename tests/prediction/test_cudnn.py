@@ -19,6 +19,7 @@ from oomph import gpus
 from oomph.integrations.pytest_plugin import PredictedPeak
 from oomph.parallel import Parallel
 from oomph.prediction.api import trace
+from oomph.prediction.cuda import cudnn
 from oomph.prediction.cuda.dispatch_keys import cuda_composites
 from oomph.prediction.cuda.rules import NEXT_RESULT, RuleContext, RuleGuard, Search, temporaries_of
 from oomph.prediction.cuda.workspaces import flatten_parameters
@@ -512,3 +513,13 @@ def test_workspaces_are_those_that_cudnn_states(tmp_path, step, asked, expected)
     at_peak = json.loads(result.stdout)["at_peak"]
     largest = max(row["bytes"] for row in at_peak if row["kind"] == "workspace")
     assert largest == -(-expected // 512) * 512
+
+
+def test_a_list_of_workspaces_that_breaks_off_is_no_list(monkeypatch):
+    def stated(conv_pass, gpu):
+        yield 512
+        raise cudnn._Error
+
+    monkeypatch.setattr(cudnn, "_stated", stated)
+    assert cudnn.workspace("a pass", "a GPU") == 512  # the first is all that it asks for
+    assert cudnn.workspaces("a pass", "a GPU") == frozenset()

@@ -158,24 +158,24 @@ def version(gpu: GPU) -> str | None:
 @functools.lru_cache(maxsize=4096)
 def workspace(conv_pass: ConvolutionPass, gpu: GPU) -> int | None:
     """Bytes of the algorithm that torch takes; None where cuDNN cannot be asked."""
-    return next(_stated(conv_pass, gpu), None)
+    with contextlib.suppress(_Error):
+        return next(_stated(conv_pass, gpu), None)
+    return None
 
 
 @functools.lru_cache(maxsize=4096)
 def workspaces(conv_pass: ConvolutionPass, gpu: GPU) -> frozenset[int]:
     """Bytes of all algorithms that torch may take; none where cuDNN cannot be asked."""
-    return frozenset(_stated(conv_pass, gpu))
+    with contextlib.suppress(_Error):
+        return frozenset(_stated(conv_pass, gpu))
+    return frozenset()
 
 
 def _stated(conv_pass: ConvolutionPass, gpu: GPU) -> Iterator[int]:
-    library = _library()
-    if library is not None and conv_pass.dtype in _DATA_TYPES and gpu.capability in _MULTIPROCESSORS:
-        with contextlib.suppress(_Error):
-            yield from _workspaces(library, conv_pass, gpu)
-
-
-def _workspaces(library: _Library, conv_pass: ConvolutionPass, gpu: GPU) -> Iterator[int]:
     """Of each configuration that makes a plan, in cuDNN's order."""
+    library = _library()
+    if library is None or conv_pass.dtype not in _DATA_TYPES or gpu.capability not in _MULTIPROCESSORS:
+        return
     card, graph = _card(library, gpu), _graph(library, conv_pass)
     for mode in (_HEUR_MODE_INSTANT, _HEUR_MODE_FALLBACK):
         heuristics = library.descriptor(_Kind.ENGINEHEUR)
