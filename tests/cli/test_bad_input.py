@@ -80,6 +80,7 @@ cases(
     ("predict p.py --sizes Q=3", "give whole numbers for B, T, H, W"),
     ("predict p.py --stpes 4 -- --lr 3", "No such option: --stpes; the nearest is --steps"),
     ("fit p.py --gpu 8GiB --out f.json -- --lr 3", "No such option: --out. Options of the script come"),
+    ("predict p.py:ok --stpes 4", "No such option: --stpes; the nearest is --steps"),
     ("predict p.py --batch 4", "No such option: --batch. Options of the script come after --"),
     ("predict p.py B=4 --gpu 8GiB", "'B=4' would be an argument of the script; these come after --"),
     ("predict --json -m p --sizes B=4 lr=1 -- --b", "'lr=1' would be an argument of the script"),

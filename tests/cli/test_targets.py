@@ -91,6 +91,8 @@ def test_no_more_batches_of_a_step_are_traced_than_its_memory_needs():
     [
         (["seq_len=32", "batch_size=2", "fixes=activation_checkpointing"], {"B": 2, "T": 32}),
         (["--seq_len", "32", "--batch-size=3", "--shuffle"], {"B": 3, "T": 32}),  # as `train` takes them
+        (["--data.source", "corpus.py", "seq_len=32", "batch_size=2"], {"B": 2, "T": 32}),  # no script
+        (["data.source=corpus.py", "seq_len=32", "batch_size=2"], {"B": 2, "T": 32}),
     ],
 )
 def test_predict_takes_a_config_and_overrides(fake_predict, capsys, words, sizes):

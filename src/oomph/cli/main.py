@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import metadata
-from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
@@ -26,6 +25,7 @@ from oomph.cli.measure import MeasureOptions, run_measure
 from oomph.cli.predict import DiagnoseOptions, PredictOptions, run_diagnose, run_predict
 from oomph.cli.run import run_script
 from oomph.cli.systems import run_cases, run_systems
+from oomph.cli.targets import TargetCommand
 from oomph.cli.train import run_train
 from oomph.errors import (
     DeprecatedName,
@@ -33,7 +33,6 @@ from oomph.errors import (
     FixWarning,
     OomphError,
     ProgramError,
-    UserError,
     environment_error,
 )
 
@@ -77,11 +76,11 @@ def _oomph(
     pass
 
 
-app.command("predict", context_settings=TAKES_KEYS, epilog=_STATUSES)(command(run_predict, PredictOptions))
-app.command("diagnose", context_settings=TAKES_KEYS, epilog=_STATUSES)(command(run_diagnose, DiagnoseOptions))
-app.command("fixes", context_settings=TAKES_KEYS)(command(run_fixes, FixesOptions))
-app.command("fit", context_settings=TAKES_KEYS, epilog=_STATUSES)(command(run_fit, FitOptions))
-app.command("measure", context_settings=TAKES_KEYS)(command(run_measure, MeasureOptions))
+app.command("predict", cls=TargetCommand, epilog=_STATUSES)(command(run_predict, PredictOptions))
+app.command("diagnose", cls=TargetCommand, epilog=_STATUSES)(command(run_diagnose, DiagnoseOptions))
+app.command("fixes", cls=TargetCommand)(command(run_fixes, FixesOptions))
+app.command("fit", cls=TargetCommand, epilog=_STATUSES)(command(run_fit, FitOptions))
+app.command("measure", cls=TargetCommand)(command(run_measure, MeasureOptions))
 app.command("compare")(run_compare)
 app.command("explain")(run_explain)
 app.command("run", context_settings={"allow_interspersed_args": False, **TAKES_KEYS})(run_script)
@@ -113,7 +112,6 @@ def run(arguments: Sequence[str]) -> int:
         with _warnings_on_stderr():
             # Not `app()`, which handles Ctrl-C, closed pipes and the end of the input in its own way.
             command = _command()
-            _check_options(arguments)
             with command.make_context("oomph", list(arguments) or ["--help"]) as context:
                 return int(command.invoke(context) or 0)
     except typer.Exit as end:
@@ -182,36 +180,6 @@ def _one_line(message: str) -> str:
 def _options(command: str) -> list[str]:
     parameters = _command().commands[command].params
     return ["--help", *(name for each in parameters for name in each.opts if name.startswith("--"))]
-
-
-def _check_options(arguments: Sequence[str]) -> None:
-    """Options before `--` are ours, each given once."""
-    if not arguments or arguments[0] not in ("predict", "diagnose", "fixes", "fit", "measure"):
-        return
-    ours = arguments[1 : arguments.index("--")] if "--" in arguments else arguments[1:]
-    for each in _command().commands[arguments[0]].params:
-        given = [word for word in ours if word.startswith("--") and word.partition("=")[0] in each.opts]
-        if len(given) > 1 and not each.multiple and not each.is_flag:
-            raise UserError(f"{each.opts[0]} was given {len(given)} times; give it once")
-    if "-m" not in ours and not any(word.endswith(".py") for word in ours):
-        return
-    options = _options(arguments[0])
-    takes_value = {"-m"}
-    for each in _command().commands[arguments[0]].params:
-        takes_value.update(() if getattr(each, "is_flag", False) else each.opts)
-    for before, word in pairwise(("", *ours)):
-        if re.match(r"[A-Za-z_][\w.]*=", word) and before not in takes_value:
-            raise UserError(
-                f"{word!r} would be an argument of the script; these come after -- "
-                f"(`oomph {arguments[0]} train.py -- {word}`); KEY=VALUE changes configs and Workloads"
-            )
-        name = word.partition("=")[0]
-        if name not in options and name in _options("predict"):
-            raise UserError(f"`oomph {arguments[0]}` has no option {name}")
-        close = difflib.get_close_matches(name, options, n=1, cutoff=0.8)
-        if name.startswith("--") and name not in options:
-            nearest = f"; the nearest is {close[0]}" if close else ""
-            raise UserError(f"No such option: {name}{nearest}. Options of the script come after --")
 
 
 def _nearest_option(arguments: Sequence[str], problems: Sequence[str]) -> str:

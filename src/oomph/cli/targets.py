@@ -123,6 +123,37 @@ class StepOptions(TargetOptions):
             check_python_file(self.target)
 
 
+class TargetCommand(typer.core.TyperCommand):
+    """An option is given once, --key is for configs, and arguments of a script come after `--`."""
+
+    ignore_unknown_options = True
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        after = len(args) - args.index("--") - 1 if "--" in args else 0
+        options: list[Any] = [each for each in self.params if each.param_type_name == "option"]
+        _, _, given = self.make_parser(ctx).parse_args([*args])
+        for each in options:
+            if (times := given.count(each)) > 1 and not each.multiple and not each.is_flag:
+                raise UserError(f"{each.opts[0]} was given {times} times; give it once")
+        rest = super().parse_args(ctx, args)
+        target, module = ctx.params["target"] or "", ctx.params["module"]
+        words = [*([target] if module else []), *(ctx.params["overrides"] or ())]
+        of_script = module is not None or is_script(target)
+        for word in words[: max(0, len(words) - after)]:
+            if word.startswith("-") and (of_script or not is_config(target)):
+                names = [name for each in options for name in each.opts]
+                close = difflib.get_close_matches(word.partition("=")[0], names, n=1, cutoff=0.8)
+                nearest = f"; the nearest is {close[0]}" if close else ""
+                advice = ". Options of the script come after --" if of_script else ""
+                raise UserError(f"No such option: {word}{nearest}{advice}")
+            if of_script and re.match(r"[A-Za-z_][\w.]*=", word):
+                raise UserError(
+                    f"{word!r} would be an argument of the script; these come after -- "
+                    f"(`oomph {self.name} train.py -- {word}`); KEY=VALUE changes configs and Workloads"
+                )
+        return rest
+
+
 Options = TypeVar("Options", bound=TargetOptions)
 
 
@@ -146,9 +177,6 @@ def check_target(target: str, overrides: Sequence[str] = ()) -> None:
             parse_override(word)
         return
     source, _ = split_target(target)
-    for word in overrides:
-        if word.startswith("-"):
-            raise UserError(f"No such option: {word}; the options are in `oomph COMMAND --help`")
     _sizes(overrides, target)
     if _is_file(source):
         check_python_file(source)
