@@ -430,7 +430,7 @@ class _Columns(Table):
         kinds = (column.overflow for column in self.columns)
         texts = (
             _Folded().append(cell) if kind == "fold" else cell
-            for cell, kind in zip(cells, kinds, strict=True)
+            for cell, kind in zip(cells, kinds, strict=False)  # a row may be shorter
         )
         super().add_row(*texts, **options)
 
