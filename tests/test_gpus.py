@@ -116,6 +116,15 @@ def test_a_device_outside_the_catalogue_is_described_by_its_own_properties(devic
     assert card.context >= 200 * MiB
 
 
+def test_what_a_card_leaves_the_allocator():
+    card = find("rtx3090")
+    left = card.memory - card.context
+    assert card.limit() == card.limit("80GiB", budget="80GiB") == left
+    assert card.limit(nccl=MiB) == left - MiB
+    assert card.limit("2GiB", budget="4GiB", nccl=MiB) == 2048 * MiB
+    assert card.limit("8GiB", budget="4GiB", nccl=MiB) == 4095 * MiB - card.context
+
+
 def test_the_host_link_follows_the_generation():
     speeds = [find(name).host_link for name in ("t4", "rtx3090", "rtx4090", "h100-80gb", "rtx5090")]
     assert speeds == sorted(speeds)

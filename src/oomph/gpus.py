@@ -27,6 +27,13 @@ class GPU:
     context: int  # bytes that a CUDA process takes beside torch's allocator
     source: str  # where `memory` comes from
 
+    def limit(self, most: str | int | None = None, budget: str | int | None = None, nccl: int = 0) -> int:
+        """What the allocator may reserve: what the CUDA context and NCCL leave of the card or of `budget`;
+        `most`, if that is less."""
+        memory = self.memory if budget is None else min(self.memory, parse_bytes(budget))
+        left = memory - self.context - nccl
+        return left if most is None else min(left, parse_bytes(most))
+
     @property
     def has_bf16(self) -> bool:
         """Whether bf16 runs on tensor cores; if not, `bf16_tflops` is the fp16 rate."""

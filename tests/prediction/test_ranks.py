@@ -72,6 +72,13 @@ def test_what_a_rank_sends_and_nccl_are_listed_apart(fsdp2):
 
 
 @pytest.mark.usefixtures("in_process")
+def test_nccl_takes_its_buffers_from_a_budget_too(fsdp2):
+    workload = replace(WORKLOAD, parallel=parse_parallel("fsdp2", 64))
+    plan = oomph.fit(workload, gpu="h100-80gb", budget=fsdp2.peak.device + fsdp2.margin)
+    assert (plan.limit, plan.fits) == (fsdp2.peak.reserved + fsdp2.margin, True)
+
+
+@pytest.mark.usefixtures("in_process")
 def test_ddp_holds_buckets_and_reduces_gradients():
     # The peak is in the loss, before any gradient.
     workload = replace(WORKLOAD, loss=lambda model, batch: model(batch).repeat(4096, 1).square().mean())

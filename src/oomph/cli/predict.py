@@ -147,7 +147,7 @@ def _on_card_of(plan: Plan, options: PredictOptions) -> PredictOptions:
     limit = plan.limit if plan.is_budget else None
     if options.gpu is not None:
         card, size = gpus.find(plan.gpu), gpus.find(options.gpu).memory
-        limit = size - card.context
+        limit = card.limit(budget=size)
         if not (is_size(options.gpu) and card.context < size < card.memory):
             return options
     return replace(options, gpu=plan.gpu, max=options.max or (f"{limit}B" if limit else None))

@@ -32,7 +32,7 @@ from oomph.gpus import GPU
 from oomph.planning.programs import Fixes, FunctionProgram, Program, Proposals, ScriptProgram, WorkloadProgram
 from oomph.planning.reduced import UNKNOWN_SECONDS, Costs, Reduction, costs, joint_costs, step_seconds
 from oomph.prediction import Script, call_on_fake_gpu
-from oomph.prediction.api import with_sizes
+from oomph.prediction.api import nccl_buffers, with_sizes
 from oomph.prediction.isolation import (
     autograd_breaks_in_forks,
     run_in_new_interpreter,
@@ -193,10 +193,7 @@ def fit(
             raise UserError(f"{kind!r} is not a kind of fix; valid: {', '.join(FIX_KINDS)}")
     kinds = tuple(kind for kind in FIX_KINDS if kind in allow)
     card = gpu if isinstance(gpu, GPU) else gpus.find(str(gpu or budget or gpus.RATES_OF))
-    limits = [card.memory - card.context]
-    limits += [parse_bytes(budget) - card.context] if budget is not None else []
-    limits += [parse_bytes(max)] if max is not None else []
-    limit = min(limits)
+    limit = card.limit(max, budget, nccl_buffers(target))
     if limit <= 0:
         context = format_bytes(card.context)
         of_another = "; it is that of an H200: name the card (--gpu)" if card.bandwidth is None else ""
@@ -256,7 +253,7 @@ class _Search:
         prediction = self.program.predict()
         self.first = time.perf_counter() - self.began
         self.base = base = self._add_prediction((), prediction)
-        self.seconds, self.margin = base.result.step_seconds, prediction.margin
+        self.seconds, self.margin, self.nccl = base.result.step_seconds, prediction.margin, prediction.nccl
         self.notes = (*prediction.assumptions, *prediction.notes)
         self.growth = prediction.growth.bytes if prediction.growth is not None else 0
         least, reason = self._least(prediction, kinds)
@@ -290,7 +287,7 @@ class _Search:
             gpu=self.card.name,
             gpu_title=self.card.title,
             limit=self.limit,
-            is_budget=self.limit < self.card.memory - self.card.context,
+            is_budget=self.limit < self.card.limit(nccl=self.nccl),
             is_max=self.is_max,
             before=self.base.result,
             after=chosen.result,

@@ -122,7 +122,9 @@ def predict(
     """
     target = program.as_program(target)
     card = _card(gpu)
-    limit = _limit(card if gpu is not None else None, max, _nccl(target))
+    limit = None if max is None else parse_bytes(max)
+    if gpu is not None:
+        limit = card.limit(max, nccl=nccl_buffers(target))
     if isinstance(target, Script) and autograd_breaks_in_forks():
         with show_progress(progress) as report:
             return run_in_new_interpreter(
@@ -152,7 +154,7 @@ def predict(
                 progress,
                 sizes=sizes,
                 finish=lambda tracer: finish(prediction(tracer)),
-                search_limit=(limit or card.memory - card.context) if search else 0,
+                search_limit=(limit or card.limit()) if search else 0,
             )
         )
 
@@ -283,8 +285,8 @@ def _with_interval(
     return replace(prediction, interval=Interval(low_peak, high_peak), verdict=verdict)
 
 
-def _nccl(target: Any) -> int:
-    """Bytes of NCCL's buffers: of the group of all ranks, and those of tensor and context parallelism."""
+def nccl_buffers(target: Any) -> int:
+    """Bytes, estimated: of the group of all ranks, and those of tensor and context parallelism."""
     parallel = target.parallel if isinstance(target, Workload) else target
     if getattr(parallel, "ranks", 1) == 1:
         return 0
@@ -405,7 +407,7 @@ def _prediction(
         assumptions=tuple(_assumptions(tracer)),
         interval=_interval(tracer, needed, unlimited, residual if sizes_assumed else 0, one_optimizer),
     )
-    return _of_ranks(found, tracer.ranks, _nccl(target)) if tracer.ranks > 1 else found
+    return _of_ranks(found, tracer.ranks, nccl_buffers(target)) if tracer.ranks > 1 else found
 
 
 def _interval(tracer: Tracer, peak: Peak, run: Replay, off_by: int, one_optimizer: bool) -> Interval | None:
@@ -614,7 +616,7 @@ def model_built_once(
     forward and backward passes of the second step are known to be those of the first, and are not traced
     again."""
     global _tracer_with_model
-    limit = _limit(card, max, _nccl(workload))
+    limit = card.limit(max, nccl=nccl_buffers(workload))
     with _open_trace(card) as tracer:
         tracer.repeat_first_step = repeat_first_step
         model = _run_traced(lambda tracer: program.build_model(workload, tracer), tracer)
@@ -719,13 +721,6 @@ def _program_error(error: BaseException, tracer: Tracer) -> ProgramError:
         for site, taken in list(estimates.conditions.items())[-_CONDITIONS_SHOWN:]
     )
     return found
-
-
-def _limit(card: GPU | None, most: str | int | None, nccl: int = 0) -> int | None:
-    """What the allocator may reserve: the card less the CUDA context and NCCL, or `max` if that is less."""
-    limits = [card.memory - card.context - nccl] if card is not None else []
-    limits += [parse_bytes(most)] if most is not None else []
-    return min(limits, default=None)
 
 
 def _card(gpu: str | GPU | None) -> GPU:
