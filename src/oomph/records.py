@@ -344,6 +344,7 @@ class Prediction:
     events: tuple[Event, ...]
     allocations: tuple[Allocation, ...]  # by id
     allocator: AllocatorSettings = AllocatorSettings()  # with which the events were replayed
+    freed_at_last: tuple[tuple[int, int], ...] = ()  # buckets of DDP, with the event before which each is
     notes: tuple[Note, ...] = ()
     seconds: float = 0.0  # that the prediction took
     compile_seconds: float = 0.0  # of these, to load and run Dynamo, AOTAutograd and Inductor

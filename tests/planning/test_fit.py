@@ -300,6 +300,26 @@ def test_a_set_that_fits_because_cached_memory_is_released_is_found(monkeypatch)
     assert plan.after.slowdown < 1.04  # the fastest set that reserves less takes 1.044
 
 
+def loss_of_growing_tensors(model, batch):
+    for size in range(1, 8):
+        torch.empty(size << 30, dtype=torch.uint8, device=batch.device)
+    return model(batch).square().mean()
+
+
+RELEASING = oomph.Workload(
+    lambda: nn.Linear(8, 8), lambda device: torch.ones(8, 8, device=device), loss_of_growing_tensors
+)
+
+
+@pytest.mark.usefixtures("in_process")
+def test_cards_are_listed_with_the_verdicts_of_their_predictions(capsys):
+    """28 GiB would be reserved; cards with less release cached memory."""
+    assert run(["fit", f"{__file__}:RELEASING", "--gpu", "rtx3090", "--gpus", "--json"]) == 0
+    listed = {each["gpu"]: each["before"] for each in json.loads(capsys.readouterr().out)["gpus"]}
+    for name, fits in (("rtx4070", False), ("t4", False), ("rtx5080", True), ("rtx3090", True)):
+        assert oomph.predict(RELEASING, gpu=name).fits == listed[gpus.find(name).title] == fits, name
+
+
 class EagerAttention(nn.Module):
     def __init__(self):
         super().__init__()

@@ -33,11 +33,10 @@ from oomph.cli.targets import (
     workload_of,
 )
 from oomph.errors import ExitStatus, UserError
-from oomph.records import Plan, Progress
+from oomph.records import Plan, Prediction, Progress
 from oomph.report.fixes import fix_word, plan_text, ranks_text
 from oomph.report.terminal import report_console
 
-_MARGIN = 1.01  # of a plain prediction
 LARGEST = ("batch", "sequence")
 
 
@@ -73,6 +72,7 @@ def run_fit(given: FitOptions) -> ExitStatus:
     from oomph.planning import fit, largest_size, ranks_needed, write_plan
     from oomph.planning.largest import size_name
     from oomph.planning.plan import plan_to_json
+    from oomph.prediction.api import fits_on
     from oomph.prediction.isolation import run_isolated
 
     search = partial(
@@ -109,13 +109,16 @@ def run_fit(given: FitOptions) -> ExitStatus:
             trials = run_isolated(count, report) if options.ranks else ()
     if options.plan is not None:
         write_plan(plan, options.plan)
-    cards = [
-        (card.title, _fits(plan.before.peak.reserved, card), _fits(plan.after.peak.reserved, card))
-        for card in sorted(gpus.catalogue(), key=lambda card: card.memory)
-        if options.gpus
-    ]
+    # Both steps are predicted once more: a plan has their peaks only.
+    runs = _predictions(options, plan) if options.gpus or options.html is not None else []
+    cards: list[tuple[str, bool, bool]] = []
+    if options.gpus:
+        catalogue = sorted(gpus.catalogue(), key=lambda card: card.memory)
+        titles = [card.title for card in catalogue]
+        before, after = (fits_on(runs[index][1], catalogue) for index in (0, -1))
+        cards = list(zip(titles, before, after, strict=True))
     if options.html is not None:
-        _write_page(options.html, options, plan)
+        write_page(options.html, options.typed, runs, plan=plan)
     if options.json:
         found = plan_to_json(plan)
         if largest:
@@ -133,8 +136,8 @@ def run_fit(given: FitOptions) -> ExitStatus:
     return ExitStatus.FITS if plan.fits else ExitStatus.DOES_NOT_FIT
 
 
-def _write_page(file: str, options: FitOptions, plan: Plan) -> None:
-    """Both steps are predicted once more: a plan has their peaks only."""
+def _predictions(options: FitOptions, plan: Plan) -> list[tuple[str, Prediction]]:
+    """The step as it is, and with the fixes of the plan if it has some."""
     limit = f"{plan.limit}B" if options.gpu and options.budget else options.max
     given = {field.name: getattr(options, field.name) for field in fields(TargetOptions)}
     asked = PredictOptions(
@@ -144,11 +147,7 @@ def _write_page(file: str, options: FitOptions, plan: Plan) -> None:
     if plan.fixes:
         fixed = replace(asked, fix=tuple(map(fix_word, plan.fixes)))
         runs.append(("with the plan", predict_target(fixed, silent=True, search=False)))
-    write_page(file, asked.typed, runs, plan=plan)
-
-
-def _fits(reserved: int, card: gpus.GPU) -> bool:
-    return _MARGIN * reserved <= card.memory - card.context
+    return runs
 
 
 def _check(options: FitOptions) -> None:

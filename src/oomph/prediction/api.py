@@ -344,27 +344,17 @@ def _prediction(
     settings, settings_notes = _allocator_settings(tracer)
     shown = replay(events, allocations, settings=settings)
     searches = any(one.op == CUDNN_SEARCH and one.bytes for one in allocations)
-    # What decides: the search takes what is free, and does without where nothing is.
-    replay_needed = functools.partial(replay, allocations=allocations, settings=settings, search=False)
-    unlimited = replay_needed(events) if searches else shown
-    # What else may happen: segments at rising addresses, and buckets of DDP that NCCL frees at last.
-    others = [functools.partial(replay_needed, events, rising=True)]
-    if tracer.freed_at_last:
-        others.append(functools.partial(replay_needed, _freed_later(events, tracer.freed_at_last)))
-
+    replays = _replays(events, allocations, settings, tracer.freed_at_last)
+    unlimited = replays[0]() if searches else shown
     sizes_assumed = tracer.estimates.sizes_assumed
     compiled = tracer.compile_seconds > 0
     residual = margin(unlimited.peak_reserved, allocations, sizes_assumed, compiled, card, torch.__version__)
-    off_by = residual
-    for other in others:
-        if other(limit=unlimited.highest_reserved + residual).refused is not None:
-            off_by = max(off_by, other().highest_reserved - unlimited.highest_reserved)
-    replays = [functools.partial(replay_needed, events), *others]
+    off_by = _off_by(replays, unlimited, residual)
     verdict, request = _verdict(replays, unlimited, limit, off_by, residual)
     step_seconds, work = step_work(tracer.work.kernels, card)
     release_seconds, smaller_workspaces = 0.0, False
     if verdict == "fits" and limit is not None and limit < unlimited.highest_reserved:
-        limited = replay_needed(events, limit=limit)
+        limited = replays[0](limit=limit)
         release_seconds, smaller_workspaces = limited.released * RELEASE_SECONDS, limited.smaller_workspaces
         step_seconds = None if step_seconds is None else step_seconds + release_seconds
     whole_steps = unlimited.steps[:-1] if tracer.stopped_within_step else unlimited.steps
@@ -386,6 +376,7 @@ def _prediction(
         events=events,
         allocations=allocations,
         allocator=settings,
+        freed_at_last=tuple(tracer.freed_at_last.items()),
         notes=(
             *_notes_on_target(target),
             *notes,
@@ -487,6 +478,47 @@ def _freed_later(events: Sequence[Event], until: Mapping[int, int]) -> list[Even
         return max(index, until.get(id, 0)) if action == "free" else index
 
     return [events[index] for index in sorted(range(len(events)), key=place)]
+
+
+def _replays(
+    events: Sequence[Event],
+    allocations: Sequence[Allocation],
+    settings: AllocatorSettings,
+    freed_at_last: Mapping[int, int],
+) -> Sequence[Callable[..., Replay]]:
+    """What decides: cuDNN's search takes what is free, and does without where nothing is. And what else may
+    happen: segments at rising addresses, and buckets of DDP that NCCL frees at last."""
+    needed = functools.partial(replay, allocations=allocations, settings=settings, search=False)
+    replays = [functools.partial(needed, events), functools.partial(needed, events, rising=True)]
+    if freed_at_last:
+        replays.append(functools.partial(needed, _freed_later(events, freed_at_last)))
+    return replays
+
+
+def _off_by(replays: Sequence[Callable[..., Replay]], unlimited: Replay, residual: int) -> int:
+    off_by = residual
+    for other in replays[1:]:
+        if other(limit=unlimited.highest_reserved + residual).refused is not None:
+            off_by = max(off_by, other().highest_reserved - unlimited.highest_reserved)
+    return off_by
+
+
+@without_collection()
+def fits_on(prediction: Prediction, cards: Sequence[GPU]) -> list[bool]:
+    """Whether other cards would serve the same requests."""
+    events, allocations = prediction.events, prediction.allocations
+    replays = _replays(events, allocations, prediction.allocator, dict(prediction.freed_at_last))
+    unlimited = replays[0]()
+    off_by = functools.cache(functools.partial(_off_by, replays, unlimited))
+    assumed = prediction.interval is not None and prediction.interval.reason == SIZES_DEPEND_ON_VALUES
+    compiled = prediction.compile_seconds > 0
+
+    def fits(card: GPU) -> bool:
+        peak, limit = unlimited.peak_reserved, card.limit(nccl=prediction.nccl)
+        residual = margin(peak, allocations, assumed, compiled, card, torch.__version__)
+        return _verdict(replays, unlimited, limit, off_by(residual), residual)[0] == "fits"
+
+    return list(map(fits, cards))
 
 
 def _verdict(
