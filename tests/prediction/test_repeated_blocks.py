@@ -1,5 +1,6 @@
 """Blocks that are not traced leave exactly the events that they would leave if they were."""
 
+import functools
 import multiprocessing
 import operator
 from functools import partial
@@ -14,6 +15,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import oomph
 from oomph.prediction import isolation
+from oomph.prediction.cuda.rules import RuleGuard
+from oomph.prediction.tracer.repeats import RepeatedBlocks
 
 BLOCKS, WIDTH = 7, 32
 FIRST = [f"blocks.{index}" for index in range(BLOCKS)]
@@ -173,6 +176,24 @@ def test_repeated_blocks_leave_the_events_of_traced_ones(monkeypatch):
     traced.value = 0
     assert _summary() == repeated
     assert calls < 0.7 * traced.value
+
+
+@pytest.mark.parametrize("method", ["_check_call", "_output", "_repeat", "_open_backward", "_backward_of"])
+def test_a_failure_of_ours_is_not_the_programs(monkeypatch, method):
+    def failing(*args, **kwargs):
+        raise ZeroDivisionError("injected")
+
+    expected = _peak_of_one_step()
+    monkeypatch.setattr(RepeatedBlocks, method, failing)
+    with pytest.raises(oomph.OomphError, match="injected"):  # as in all tests, which are strict
+        _peak_of_one_step.__wrapped__()
+    monkeypatch.setattr(RuleGuard, "strict", False)
+    assert _peak_of_one_step.__wrapped__() == expected
+
+
+@functools.cache
+def _peak_of_one_step():
+    return oomph.predict(lambda: train(Model(), steps=1), gpu="h200").peak
 
 
 @pytest.mark.parametrize("make", [

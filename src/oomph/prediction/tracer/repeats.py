@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from oomph.prediction.isolation import can_restart, restart
+from oomph.prediction.isolation import can_restart, finish, restart
 from oomph.prediction.tracer.fast_path import FastPath
 from oomph.prediction.tracer.tracer import PendingAllocation, Tracer
 from oomph.prediction.tracer.work import Kernel, KernelsMark
@@ -249,7 +249,8 @@ class RepeatedBlocks:
         try:
             with disable_torch_function():
                 input = self._check_call(one, module, siblings, args, kwargs)
-        except Exception:
+        except Exception as error:
+            self.note_failure(error)
             self._give_up(one)
         if one.is_traced:  # not inside of `except`: an error of the program would show both tracebacks
             return forward(module, *args, **kwargs)
@@ -258,9 +259,21 @@ class RepeatedBlocks:
             try:
                 with disable_torch_function():
                     return self._repeat(one, module, path, input, args, kwargs)
-            except Exception:
+            except Exception as error:
+                self.note_failure(error)
                 restart()
         return self._trace(one, forward, module, path, input, args, kwargs)
+
+    def note_failure(self, error: Exception) -> None:
+        """Unless blocks cannot be repeated for a known reason; `strict` ends the process with the error."""
+        if isinstance(error, _NotRepeatable):
+            return
+        if self._tracer.guard.strict:
+            finish(error)
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        self._tracer.note_once(
+            f"oomph could not repeat what the first of equal blocks did ({reason}); it traces all of them"
+        )
 
     def _give_up(self, one: _Pass) -> None:
         one.is_traced = True
@@ -366,7 +379,8 @@ class RepeatedBlocks:
             traced.cached = frozenset(first + index for index, _ in found.cached.values())
             if not one.with_grad and traced.alive != traced.cached:  # something else holds what it made
                 raise _NotRepeatable
-        except Exception:
+        except Exception as error:
+            self.note_failure(error)
             found = None
         freed = () if found is None else [step.ref[0] for step in found.steps if isinstance(step, _Freed)]
         if found is None or not {"new", "cached"}.issuperset(freed):
@@ -495,7 +509,8 @@ class RepeatedBlocks:
         try:
             with disable_torch_function():
                 self._open_backward(traced, gradients)
-        except Exception:
+        except Exception as error:
+            self.note_failure(error)
             self._give_up(traced.of)
 
     def _open_backward(self, traced: _TracedBlock, gradients: Sequence[Any]) -> None:
@@ -645,7 +660,8 @@ class _RepeatedBlock:
         with self._tracer.lock, disable_torch_function():
             try:
                 return self._run_backward(gradient)
-            except Exception:
+            except Exception as error:
+                self._blocks.note_failure(error)
                 restart()
 
     def _run_backward(self, gradient: Any) -> Any:
