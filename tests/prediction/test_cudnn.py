@@ -131,6 +131,32 @@ def test_a_weight_gradient_also_holds_padded_channels_and_partial_sums(measured,
     assert weight_gradient(input, weight, **options) == pytest.approx(measured, rel=0.02)
 
 
+FORWARD, DATA, WEIGHT = None, (True, False, False), (False, True, False)
+STATED = 12345
+
+
+@pytest.mark.parametrize(
+    ("measured", "input", "weight", "padding", "backward"),
+    [
+        (1525760, (4, 32, 8, 8), (16, 32, 5, 5), 2, FORWARD),
+        (51249152, (64, 48, 32, 32), (32, 48, 5, 5), 2, DATA),
+        (55705600, (128, 16, 112, 112), (32, 16, 5, 5), 2, DATA),
+        (2202009600, (960, 32, 32, 32), (32, 32, 3, 3), 1, WEIGHT),  # a larger batch than in the table
+        (2298478592, (64, 5, 64, 64), (1024, 5, 64, 64), 0, FORWARD),  # in a gradient of a gradient
+        (STATED, (64, 8, 112, 112), (64, 8, 3, 3), 1, DATA),  # other channels than in the table
+        (STATED, (1, 32, 387, 387), (40, 32, 7, 7), 3, DATA),  # a larger image
+    ],
+)
+def test_fourier_transforms_are_taken_where_similar_convolutions_took_them(
+    monkeypatch, measured, input, weight, padding, backward
+):
+    monkeypatch.setattr(cudnn, "workspace", lambda conv_pass, gpu: STATED)
+    assert (
+        next(size for size in convolution(input, weight, padding=padding, backward=backward) if size)
+        == measured
+    )
+
+
 def test_a_dilated_convolution_takes_neither_fourier_transforms_nor_winograds_method():
     both = 100 * (128 + 64) * 32 * 32 * 4  # bytes of input and output
     assert weight_gradient((100, 128, 32, 32), (64, 128, 3, 3), padding=1) > 8 * both

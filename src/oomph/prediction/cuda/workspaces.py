@@ -4,7 +4,8 @@ cuBLAS keeps its workspaces. Convolutions take one workspace per pass, freed whe
 heuristics choose the algorithm. Where the library is installed without a GPU, it is asked (cudnn.py). Else, a
 convolution of NCHW tensors with a stride of 1 or 2 is taken to use the algorithm of the most similar one of
 24,596 that were measured on an H200 (convolutions_h200.csv.gz: torch 2.11, cuDNN 9.19, TF32 on), and the
-others follow rules found by measurements. The tensor-core kernels read NHWC with channels in multiples of 16
+others follow rules found by measurements. Fourier transforms, which cuDNN does not state without a GPU, are
+taken where that table has them. The tensor-core kernels read NHWC with channels in multiples of 16
 bytes, so tensors that are not so are copied into the workspace.
 
 nn.LSTM, nn.GRU and nn.RNN dissolve into cells above the dispatch mode, so CUDA's path is taken at autograd's
@@ -303,13 +304,11 @@ def _workspace(found: _Convolution, kind: Pass, gpu: GPU) -> int:
     if not found.is_product:  # for products, cuDNN states other algorithms than on the card
         conv_pass = _conv_pass(found, kind)
         stated = cudnn.workspace(conv_pass, gpu)
-        nearest = _workspace_of_nearest(found, kind, gpu) if _is_like_measured(found) else None
-        # Fourier transforms are not stated without a GPU.
-        transforms = conv_pass.tf32 and kind == "weight" and gpu.capability == _MEASURED_CAPABILITY
-        if nearest is not None and (stated is None or (transforms and nearest == _fourier(found, kind))):
-            return nearest
-        if stated is not None:
-            return stated
+        if stated is None and _is_like_measured(found):
+            return _workspace_of_nearest(found, kind, gpu)
+        if stated is not None:  # Fourier transforms are not stated without a GPU
+            like_card = conv_pass.tf32 and gpu.capability == _MEASURED_CAPABILITY
+            return _fourier(found, kind) if like_card and _takes_fourier(found, kind, gpu) else stated
     if kind != "weight":
         as_it_is = found.is_product and (found.item != 4 or found.weight < _VERY_LARGE_WEIGHT)
         return 0 if as_it_is or _is_direct(found, kind) else _copies_inside(found, kind)
@@ -431,6 +430,7 @@ class _Measured(NamedTuple):
 
 
 _MEASURED_CAPABILITY, _MEASURED_MULTIPROCESSORS = (9, 0), 132  # of an H200
+_LARGEST_MEASURED_BATCH = 256
 _TOLERANCE = 700  # workspaces that differ by less are those of one algorithm
 
 
@@ -484,9 +484,22 @@ def _is_like_measured(found: _Convolution) -> bool:
     return is_plain and is_square and found.stride <= 2 and found.item in (2, 4)
 
 
+def _takes_fourier(found: _Convolution, kind: Pass, gpu: GPU) -> bool:
+    """Whether it does as the most similar measured convolution, with about as many channels."""
+    if not _is_like_measured(found) or not _is_transformed(found, kind):
+        return False
+    if kind == "forward" and found.output.plane == 1 and min(found.kernel_size) > _FOURIER_TILE:
+        return True  # in gradients of gradients of 1 x 1 convolutions
+    near = _nearest(found).case
+    channels = found.input.channels / near.input.channels, found.output.channels / near.output.channels
+    is_close = max(found.image) <= _LONGEST_SPECTRUM and all(1 / 2 < ratio < 2 for ratio in channels)
+    return is_close and _workspace_of_nearest(found, kind, gpu) == _fourier(found, kind)
+
+
 def _position(found: _Convolution) -> tuple[float, ...]:
     """Logarithms of its sizes. That of positions, which decides most, counts twice."""
-    sizes = found.positions**2, found.output.plane, found.input.channels, found.output.channels
+    positions = min(found.batch, _LARGEST_MEASURED_BATCH) * found.output.plane
+    sizes = positions**2, found.output.plane, found.input.channels, found.output.channels
     return tuple(map(math.log2, sizes))
 
 
