@@ -13,6 +13,7 @@ import torch
 from benchmarks import RESULTS
 from torch import nn
 from torch.nn.utils.rnn import pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
 
 import oomph
 from oomph import gpus
@@ -219,6 +220,19 @@ def test_the_peak_contains_the_search_and_the_verdict_does_not():
     assert any("cudnn.benchmark" in note.text for note in found.notes)
     limited = oomph.predict(searching_step, gpu="h200", max=plain.peak.reserved + plain.margin)
     assert limited.verdict == "fits"
+
+
+def test_autograds_thread_searches_again():
+    """torch keeps what a search has found by thread (native/cudnn/Conv_v8.cpp)."""
+
+    def step():
+        torch.backends.cudnn.benchmark = True
+        layer = nn.Conv2d(64, 64, 3, padding=1).cuda()
+        x = torch.randn(8, 64, 32, 32, device="cuda", requires_grad=True)
+        checkpoint(lambda x: layer(x).relu(), layer(x), use_reentrant=False).sum().backward()
+
+    searches = [one for one in oomph.predict(step, gpu="h200").allocations if one.op == CUDNN_SEARCH]
+    assert len(searches) == 4  # forward; forward again, and two gradients
 
 
 def test_a_search_takes_only_what_is_free():

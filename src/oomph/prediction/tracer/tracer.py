@@ -827,10 +827,11 @@ class Tracer:
         self.recorder.record_free(allocation)
 
     def record_search(self, search: Search) -> None:
-        """Record the workspace of the first call of a convolution, in which cuDNN tries its algorithms."""
-        if search.convolution in self._searched:
+        """Record the workspace of a thread's first call of a convolution, in which cuDNN tries its algorithms."""
+        key = search.convolution, self.in_autograd_thread()
+        if key in self._searched:
             return
-        self._searched.add(search.convolution)
+        self._searched.add(key)
         free = self.search_limit - self.recorder.live_bytes
         size = max((size for size in search.workspaces if size <= free), default=0)
         self.recorder.record_free(self.record_workspace(size, CUDNN_SEARCH))
