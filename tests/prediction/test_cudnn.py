@@ -158,6 +158,21 @@ def test_fourier_transforms_are_taken_where_similar_convolutions_took_them(
     )
 
 
+@pytest.mark.parametrize(
+    ("measured", "stated", "input", "weight", "padding"),
+    [
+        (59769511, 51511312, (128, 128, 16, 16), (256, 128, 3, 3), 1),  # the same in the table
+        (11484775, 8535056, (50, 96, 200), (112, 96, 5), 2),  # nothing like it in the table
+        (6000000, 6000000, (50, 96, 200), (112, 96, 5), 2),  # stated with parts of its sum
+    ],
+)
+def test_parts_of_a_sum_are_added_where_none_are_stated(
+    monkeypatch, measured, stated, input, weight, padding
+):
+    monkeypatch.setattr(cudnn, "workspace", lambda conv_pass, gpu: stated)
+    assert weight_gradient(input, weight, padding=padding) == pytest.approx(measured, abs=512)
+
+
 def test_a_dilated_convolution_takes_neither_fourier_transforms_nor_winograds_method():
     both = 100 * (128 + 64) * 32 * 32 * 4  # bytes of input and output
     assert weight_gradient((100, 128, 32, 32), (64, 128, 3, 3), padding=1) > 8 * both

@@ -306,9 +306,9 @@ def _workspace(found: _Convolution, kind: Pass, gpu: GPU) -> int:
         stated = cudnn.workspace(conv_pass, gpu)
         if stated is None and _is_like_measured(found):
             return _workspace_of_nearest(found, kind, gpu)
-        if stated is not None:  # Fourier transforms are not stated without a GPU
-            like_card = conv_pass.tf32 and gpu.capability == _MEASURED_CAPABILITY
-            return _fourier(found, kind) if like_card and _takes_fourier(found, kind, gpu) else stated
+        if stated is not None:
+            like_card = gpu.capability == _MEASURED_CAPABILITY and conv_pass.tf32
+            return _with_unstated(stated, found, kind, gpu) if like_card else stated
     if kind != "weight":
         as_it_is = found.is_product and (found.item != 4 or found.weight < _VERY_LARGE_WEIGHT)
         return 0 if as_it_is or _is_direct(found, kind) else _copies_inside(found, kind)
@@ -431,6 +431,8 @@ class _Measured(NamedTuple):
 
 _MEASURED_CAPABILITY, _MEASURED_MULTIPROCESSORS = (9, 0), 132  # of an H200
 _LARGEST_MEASURED_BATCH = 256
+_MANY_PARTS = 0.4  # of those that all multiprocessors add up at once
+_CLOSE = 2.1  # the logarithm of the product of the factors between their sizes
 _TOLERANCE = 700  # workspaces that differ by less are those of one algorithm
 
 
@@ -484,16 +486,31 @@ def _is_like_measured(found: _Convolution) -> bool:
     return is_plain and is_square and found.stride <= 2 and found.item in (2, 4)
 
 
-def _takes_fourier(found: _Convolution, kind: Pass, gpu: GPU) -> bool:
-    """Whether it does as the most similar measured convolution, with about as many channels."""
-    if not _is_like_measured(found) or not _is_transformed(found, kind):
-        return False
-    if kind == "forward" and found.output.plane == 1 and min(found.kernel_size) > _FOURIER_TILE:
-        return True  # in gradients of gradients of 1 x 1 convolutions
-    near = _nearest(found).case
-    channels = found.input.channels / near.input.channels, found.output.channels / near.output.channels
-    is_close = max(found.image) <= _LONGEST_SPECTRUM and all(1 / 2 < ratio < 2 for ratio in channels)
-    return is_close and _workspace_of_nearest(found, kind, gpu) == _fourier(found, kind)
+def _with_unstated(stated: int, found: _Convolution, kind: Pass, gpu: GPU) -> int:
+    """With what cuDNN does not state without a GPU: Fourier transforms, and parts of a weight gradient's sum,
+    which depend on how multiprocessors are grouped. Similar convolutions that were measured have them."""
+    near = _nearest(found) if _is_like_measured(found) else None
+    measured = _workspace_of_nearest(found, kind, gpu) if near else stated
+    if near and _is_transformed(found, kind):
+        if kind == "forward" and found.output.plane == 1 and min(found.kernel_size) > _FOURIER_TILE:
+            return _fourier(found, kind)  # in gradients of gradients of 1 x 1 convolutions
+        pairs = (found.input, near.case.input), (found.output, near.case.output)
+        has_similar_channels = all(1 / 2 < one.channels / other.channels < 2 for one, other in pairs)
+        is_small = max(found.image) <= _LONGEST_SPECTRUM
+        if has_similar_channels and is_small and measured == _fourier(found, kind):
+            return measured
+    if kind != "weight":
+        return stated
+    tiles = gpu.multiprocessors * _TILE * _TILE * 4
+    is_close = near is not None and _distance(_position(found), near) < _CLOSE
+    if is_close and _MANY_PARTS * tiles < measured - stated < tiles:
+        return measured
+    is_whole = abs(stated - _copies(found)) < _TOLERANCE and not (
+        is_close and abs(measured - stated) < _TOLERANCE
+    )
+    if is_whole and found.item == 4 and found.groups == 1 and not found.channels_last:
+        return stated + _partial_sums(found, gpu)
+    return stated
 
 
 def _position(found: _Convolution) -> tuple[float, ...]:
@@ -515,7 +532,11 @@ def _nearest(found: _Convolution) -> _Measured:
     # Those of 1 x 1 are matrix products, and like no others.
     alike = (kernel for kernel in _measurements() if kernel[0] == dtype and (kernel[1] == 1) == (width == 1))
     kernel = min(alike, key=distance)
-    return min(_measured(kernel), key=lambda one: sum(map(abs, map(operator.sub, one.position, position))))
+    return min(_measured(kernel), key=functools.partial(_distance, position))
+
+
+def _distance(position: tuple[float, ...], measured: _Measured) -> float:
+    return sum(map(abs, map(operator.sub, measured.position, position)))
 
 
 def _workspace_of_nearest(found: _Convolution, kind: Pass, gpu: GPU) -> int:

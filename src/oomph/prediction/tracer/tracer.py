@@ -827,7 +827,7 @@ class Tracer:
         self.recorder.record_free(allocation)
 
     def record_search(self, search: Search) -> None:
-        """Record the workspace of a thread's first call of a convolution, in which cuDNN tries its algorithms."""
+        """Record the workspace of a thread's first call of a convolution: cuDNN tries its algorithms."""
         key = search.convolution, self.in_autograd_thread()
         if key in self._searched:
             return
