@@ -85,6 +85,7 @@ _MOST_OF_EACH = 1.5  # where such sizes multiply each other
 _SAME_PEAK = 1.1  # times the least peak of a step, where steps are alike
 _SAME_SIZES = 1.01  # likewise, where also their sizes are
 _STEPS_APART = 2
+_VALUES_APART = 0.1  # of the peak; benchmarks/results/public_programs_h200.csv
 # All runs with other sizes together: twice as long as the first run, within these.
 _LEAST_SECONDS_MORE, _MOST_SECONDS_MORE = 60.0, 180.0
 _MOST_CONDITIONS = 8  # that get the other answer because the program fails after them
@@ -240,7 +241,10 @@ def _with_interval(
     assumed: Assumptions,
     took: float,
 ) -> Prediction:
-    """With the peaks of runs with the most and the fewest elements. `took`: seconds of one run."""
+    """With the peaks of runs with the most and the fewest elements. `took`: seconds of one run.
+
+    The interval is at least as wide as programs with other data than the predicted run's were off.
+    """
     until = time.monotonic() + min(builtins.max(2 * took, _LEAST_SECONDS_MORE), _MOST_SECONDS_MORE)
     left_out: list[str] = []
 
@@ -271,6 +275,8 @@ def _with_interval(
     if verdict == "fits" and high.verdict != "fits":
         verdict = "too close to call"
     intervals = [each.interval for each in (prediction, low, high) if each.interval is not None]
+    apart = int(_VALUES_APART * prediction.needed.allocated)
+    intervals.append(Interval(_changed(prediction.needed, -apart), _changed(prediction.needed, apart)))
     low_peak, high_peak = (
         replace(
             choose(peaks, key=lambda peak: peak.allocated),
