@@ -173,6 +173,13 @@ def test_parts_of_a_sum_are_added_where_none_are_stated(
     assert weight_gradient(input, weight, padding=padding) == pytest.approx(measured, abs=512)
 
 
+def test_cudnn_states_workspaces_of_1x1_kernels_only_with_groups(monkeypatch):
+    measured = 399315267
+    monkeypatch.setattr(cudnn, "workspace", lambda conv_pass, gpu: measured)
+    assert weight_gradient((64, 40, 26, 18, 26), (8, 10, 1, 1, 1), groups=4) == measured
+    assert weight_gradient((64, 40, 26, 18, 26), (8, 40, 1, 1, 1)) < measured
+
+
 def test_a_dilated_convolution_takes_neither_fourier_transforms_nor_winograds_method():
     both = 100 * (128 + 64) * 32 * 32 * 4  # bytes of input and output
     assert weight_gradient((100, 128, 32, 32), (64, 128, 3, 3), padding=1) > 8 * both

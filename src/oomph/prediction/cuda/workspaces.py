@@ -248,7 +248,7 @@ class _Convolution(NamedTuple):
     @property
     def is_product(self) -> bool:
         """A matrix product per sample, on the tensors as they are; the weight's gradient is their sum."""
-        return self.kernel == 1 and not self.is_strided
+        return self.kernel == 1 and not self.is_strided and self.groups == 1
 
     @property
     def is_strided(self) -> bool:
@@ -298,7 +298,8 @@ def _workspace(found: _Convolution, kind: Pass, gpu: GPU) -> int:
         return 0
     if not torch.backends.cudnn.enabled:  # torch's own kernels: the columns of one sample (im2col)
         columns = found.input.channels // found.groups * found.kernel * found.output.plane * found.item
-        return 0 if found.is_product or found.depthwise else columns
+        has_columns = found.kernel > 1 or found.is_strided
+        return columns if has_columns and not found.depthwise else 0
     if found.depthwise:
         return _depthwise(found, kind)
     if not found.is_product:  # for products, cuDNN states other algorithms than on the card
