@@ -495,8 +495,9 @@ def _with_unstated(stated: int, found: _Convolution, kind: Pass, gpu: GPU) -> in
     if near and _is_transformed(found, kind):
         if kind == "forward" and found.output.plane == 1 and min(found.kernel_size) > _FOURIER_TILE:
             return _fourier(found, kind)  # in gradients of gradients of 1 x 1 convolutions
-        pairs = (found.input, near.case.input), (found.output, near.case.output)
-        has_similar_channels = all(1 / 2 < one.channels / other.channels < 2 for one, other in pairs)
+        channels, outside = near.case.input.channels, near.case.output.channels
+        has_similar_channels = channels / 2 < found.input.channels < channels * 2
+        has_similar_channels &= outside / 2 < found.output.channels <= max(outside, _TILE // 2)
         is_small = max(found.image) <= _LONGEST_SPECTRUM
         if has_similar_channels and is_small and measured == _fourier(found, kind):
             return measured
