@@ -595,6 +595,19 @@ def test_a_memory_that_is_replaced_by_a_longer_one_is_no_growth():
     assert oomph.predict(step).growth is None
 
 
+def test_many_small_tensors_that_stay_are_growth():
+    """The allocator rounds each up to 512 bytes."""
+    kept = []
+
+    def loss(model, batch):
+        out = model(batch).mean()
+        kept.extend(out.detach() + 1 for _ in range(4096))
+        return out
+
+    step = oomph.Workload(lambda: nn.Linear(8, 8), lambda device: torch.randn(4, 8, device=device), loss)
+    assert oomph.predict(step).growth.bytes == 2 * MiB
+
+
 @in_trace()
 def test_repeated_calls_leave_gradients_and_no_tensors():
     """Gradients dropped between forward and backward come back; locals of a function are not kept alive."""

@@ -18,11 +18,13 @@ from oomph.errors import ArgumentError, OomphError, ProgramError, UserError
 from oomph.gpus import GPU
 from oomph.prediction import program
 from oomph.prediction.allocator import (
+    MIN_BLOCK,
     Replay,
     allocator_settings,
     is_convolution_workspace,
     margin,
     replay,
+    round_up,
 )
 from oomph.prediction.cuda import cudnn
 from oomph.prediction.isolation import (
@@ -861,7 +863,7 @@ def _growth(
     for id in alive:
         one = allocations[id]
         if one.step == steps[-2].step and one.stage != "optimizer state":  # L-BFGS fills a history
-            kept[one.site] = kept.get(one.site, 0) + one.bytes
+            kept[one.site] = kept.get(one.site, 0) + round_up(one.bytes, MIN_BLOCK)
     if sum(kept.values()) < MiB:  # only the last batch, or a memory that is replaced, was longer than before
         return None
     return Growth(growth, max(kept, key=lambda site: kept[site]))
