@@ -2,6 +2,7 @@
 
 import linecache
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from torch import distributions, nn
 from torch.nn import functional as F
 
 import oomph
+from oomph import gpus
 from oomph.cli.targets import program_error_text
 from oomph.errors import ProgramError
 from oomph.prediction import api
@@ -476,7 +478,11 @@ def test_an_unknown_mask_selects_half_and_the_interval_holds_none_and_all():
         assert peak.allocated == pytest.approx(known.peak.allocated, rel=0.035)
     in_json = prediction_to_json(prediction)["interval"]
     assert in_json["high"]["allocated"] == found[2].allocated
-    between = oomph.predict(program, max=(found[1].reserved + found[2].reserved) // 2)
+    limit = (found[1].reserved + found[2].reserved) // 2
+    h200 = gpus.find("h200")
+    cards = [replace(h200, memory=h200.context + most) for most in (limit, int(1.1 * found[2].reserved))]
+    assert api.fits_on(prediction, cards) == [False, True]
+    between = oomph.predict(program, max=limit)
     assert any("verdict depends on" in line for line in lines_of(between)[:4])
     assert (between.verdict, between.fits) == ("too close to call", False)
     assert "more with other values" in lines_of(between)[0]

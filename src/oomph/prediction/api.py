@@ -513,17 +513,21 @@ def _off_by(replays: Sequence[Callable[..., Replay]], unlimited: Replay, residua
 
 @without_collection()
 def fits_on(prediction: Prediction, cards: Sequence[GPU]) -> list[bool]:
-    """Whether other cards would serve the same requests."""
+    """Whether other cards would serve the same requests. Where sizes depend on values, those of the upper end
+    of the interval must fit, too, without releasing cached memory."""
     events, allocations = prediction.events, prediction.allocations
     replays = _replays(events, allocations, prediction.allocator, dict(prediction.freed_at_last))
     unlimited = replays[0]()
     off_by = functools.cache(functools.partial(_off_by, replays, unlimited))
-    assumed = prediction.interval is not None and prediction.interval.reason == SIZES_DEPEND_ON_VALUES
+    interval = prediction.interval
+    high = interval.high if interval is not None and interval.reason == SIZES_DEPEND_ON_VALUES else None
     compiled = prediction.compile_seconds > 0
 
     def fits(card: GPU) -> bool:
         peak, limit = unlimited.peak_reserved, card.limit(nccl=prediction.nccl)
-        residual = margin(peak, allocations, assumed, compiled, card, torch.__version__)
+        residual = margin(peak, allocations, high is not None, compiled, card, torch.__version__)
+        if high is not None and limit < high.reserved:
+            return False
         return _verdict(replays, unlimited, limit, off_by(residual), residual)[0] == "fits"
 
     return list(map(fits, cards))
