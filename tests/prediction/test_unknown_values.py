@@ -489,6 +489,20 @@ def test_an_unknown_mask_selects_half_and_the_interval_holds_none_and_all():
     assert oomph.predict(program, max=int(1.1 * found[2].reserved)).verdict == "fits"
 
 
+def test_values_that_are_followed_may_be_others_in_another_run():
+    def program():
+        x = torch.randn(1 << 15, 1024, device="cuda", requires_grad=True)
+        (x[x[:, 0] > 0] * 2).square().sum().backward()
+
+    found = oomph.predict(program, gpu="h200")
+    apart = 0.1 * found.needed.allocated
+    assert found.interval.high.allocated >= found.needed.allocated + int(apart)
+    assert found.interval.low.allocated <= found.needed.allocated - int(apart)
+    between = (found.needed.reserved + found.margin + found.interval.high.reserved) // 2
+    assert oomph.predict(program, gpu="h200", max=between).verdict == "too close to call"
+    assert oomph.predict(program, gpu="h200", max=found.interval.high.reserved).verdict == "fits"
+
+
 def test_a_run_with_other_sizes_says_so_and_is_left_out_where_it_takes_long(monkeypatch):
     def program():
         x = torch.randn(64, 256, device="cuda", requires_grad=True)

@@ -273,9 +273,6 @@ def _with_interval(
         names = " and ".join(dict.fromkeys(left_out))
         text = f"sizes depend on values; the {names} were not traced, because one run takes {took:.0f} s"
         prediction = replace(prediction, assumptions=(*prediction.assumptions, Note(text)))
-    verdict = prediction.verdict
-    if verdict == "fits" and high.verdict != "fits":
-        verdict = "too close to call"
     intervals = [each.interval for each in (prediction, low, high) if each.interval is not None]
     apart = int(_VALUES_APART * prediction.needed.allocated)
     intervals.append(Interval(_changed(prediction.needed, -apart), _changed(prediction.needed, apart)))
@@ -290,6 +287,11 @@ def _with_interval(
             (builtins.max, [each.high for each in intervals]),
         )
     )
+    verdict, limit = prediction.verdict, prediction.limit
+    # Where cached memory has to be released, the run with the most elements decides alone.
+    between = limit is not None and prediction.needed.reserved <= limit < high_peak.reserved
+    if verdict == "fits" and (high.verdict != "fits" or between):
+        verdict = "too close to call"
     return replace(prediction, interval=Interval(low_peak, high_peak), verdict=verdict)
 
 
