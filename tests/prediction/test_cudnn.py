@@ -49,6 +49,7 @@ def convolution(
     format=torch.contiguous_format,
     backward=None,
     grad_format=None,
+    gpu=H200,
 ):
     """The temporaries of a convolution, or of its backward pass, without the places of its results."""
     dims = len(input) - 2
@@ -60,7 +61,7 @@ def convolution(
         if backward is not None:
             out = op(*args).contiguous(memory_format=grad_format or format)
             op, args = aten.convolution_backward.default, (out, *args, backward)
-        return [size for size in temporaries_of(op, args, {}, H200) if size is not None]
+        return [size for size in temporaries_of(op, args, {}, gpu) if size is not None]
 
 
 def weight_gradient(*args, **options):
@@ -159,18 +160,33 @@ def test_fourier_transforms_are_taken_where_similar_convolutions_took_them(
 
 
 @pytest.mark.parametrize(
-    ("measured", "stated", "input", "weight", "padding"),
+    ("measured", "stated", "input", "weight", "options"),
     [
-        (59769511, 51511312, (128, 128, 16, 16), (256, 128, 3, 3), 1),  # the same in the table
-        (11484775, 8535056, (50, 96, 200), (112, 96, 5), 2),  # nothing like it in the table
-        (6000000, 6000000, (50, 96, 200), (112, 96, 5), 2),  # stated with parts of its sum
+        (59769511, 51511312, (128, 128, 16, 16), (256, 128, 3, 3), {"padding": 1}),  # the same in the table
+        # More parts in a similar one, where other copies are stated.
+        (137298599, 130220243, (4, 128, 224, 224), (128, 128, 3, 3), {"padding": 1, "stride": 2}),
+        (34471952, 34471952, (16, 512, 28, 28), (128, 512, 3, 3), {"padding": 1}),  # none in a similar one
+        (11484775, 8535056, (50, 96, 200), (112, 96, 5), {"padding": 2}),  # nothing like it in the table
+        (6000000, 6000000, (50, 96, 200), (112, 96, 5), {"padding": 2}),  # stated with parts of its sum
     ],
 )
 def test_parts_of_a_sum_are_added_where_none_are_stated(
-    monkeypatch, measured, stated, input, weight, padding
+    monkeypatch, measured, stated, input, weight, options
 ):
     monkeypatch.setattr(cudnn, "workspace", lambda conv_pass, gpu: stated)
-    assert weight_gradient(input, weight, padding=padding) == pytest.approx(measured, abs=512)
+    assert weight_gradient(input, weight, **options) == pytest.approx(measured, abs=512)
+
+
+def test_what_was_not_measured_needs_what_is_stated(monkeypatch):
+    monkeypatch.setattr(cudnn, "workspace", lambda conv_pass, gpu: STATED)
+    case, covers_image = ((4, 32, 8, 8), (16, 32, 5, 5)), ((8, 3, 64, 64), (768, 3, 64, 64))
+    assert STATED not in convolution(*case, padding=2)
+    assert STATED not in convolution(*covers_image)
+    assert STATED in convolution((8, 3, 32, 32), (768, 3, 32, 32))
+    assert STATED in convolution(*covers_image, dtype=torch.bfloat16)
+    assert STATED in convolution(*case, padding=2, gpu=gpus.find("a100-80gb"))
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        assert STATED in convolution(*case, padding=2)
 
 
 def test_cudnn_states_workspaces_of_1x1_kernels_only_with_groups(monkeypatch):

@@ -493,7 +493,8 @@ def _with_unstated(stated: int, found: _Convolution, kind: Pass, gpu: GPU) -> in
     near = _nearest(found) if _is_like_measured(found) else None
     measured = _workspace_of_nearest(found, kind, gpu) if near else stated
     if near and _is_transformed(found, kind):
-        if kind == "forward" and found.output.plane == 1 and min(found.kernel_size) > _FOURIER_TILE:
+        covers_image = found.output.plane == 1 and min(found.kernel_size) > _FOURIER_TILE
+        if kind == "forward" and found.item == 4 and covers_image:
             return _fourier(found, kind)  # in gradients of gradients of 1 x 1 convolutions
         channels, outside = near.case.input.channels, near.case.output.channels
         has_similar_channels = channels / 2 < found.input.channels < channels * 2
