@@ -819,8 +819,8 @@ def _notes_on_prediction(
             yield Note("convolution workspaces are estimated: cuDNN was not asked")
         else:
             yield Note(
-                f"convolution workspaces are those that cuDNN {version} states; for kernels of 1 x 1 and "
-                "depthwise convolutions they are estimated"
+                f"convolution workspaces are those that cuDNN {version} states; those of kernels of 1 x 1, "
+                "depthwise convolutions, Fourier transforms and parts of weight gradients' sums are estimated"
             )
     if any(one.op == CUDNN_SEARCH and one.bytes for one in allocations):
         yield Note(

@@ -433,7 +433,7 @@ class _Measured(NamedTuple):
 _MEASURED_CAPABILITY, _MEASURED_MULTIPROCESSORS = (9, 0), 132  # of an H200
 _LARGEST_MEASURED_BATCH = 256
 _MANY_PARTS = 0.4  # of those that all multiprocessors add up at once
-_CLOSE = 2.1  # the logarithm of the product of the factors between their sizes
+_CLOSE = 2.1  # the distance of positions up to which parts of a sum are taken from a measured convolution
 _TOLERANCE = 700  # workspaces that differ by less are those of one algorithm
 
 
