@@ -432,8 +432,8 @@ class _Measured(NamedTuple):
 
 _MEASURED_CAPABILITY, _MEASURED_MULTIPROCESSORS = (9, 0), 132  # of an H200
 _LARGEST_MEASURED_BATCH = 256
-_MANY_PARTS = 0.4  # of those that all multiprocessors add up at once
-_CLOSE = 2.1  # the distance of positions up to which parts of a sum are taken from a measured convolution
+_NARROW_OUTPUT = 64  # channels, up to which weight gradients by Fourier transforms were measured
+_MEASURED_KERNEL = 32  # positions a side, above which kernels that cover the image were measured
 _TOLERANCE = 700  # workspaces that differ by less are those of one algorithm
 
 
@@ -488,32 +488,32 @@ def _is_like_measured(found: _Convolution) -> bool:
 
 
 def _with_unstated(stated: int, found: _Convolution, kind: Pass, gpu: GPU) -> int:
-    """With what cuDNN does not state without a GPU: Fourier transforms, and parts of a weight gradient's sum,
-    which depend on how multiprocessors are grouped. Similar convolutions that were measured have them."""
-    near = _nearest(found) if _is_like_measured(found) else None
-    measured = _workspace_of_nearest(found, kind, gpu) if near else stated
-    if near and _is_transformed(found, kind):
-        covers_image = found.output.plane == 1 and min(found.kernel_size) > _FOURIER_TILE
-        if kind == "forward" and found.item == 4 and covers_image:
-            return _fourier(found, kind)  # in gradients of gradients of 1 x 1 convolutions
-        channels, outside = near.case.input.channels, near.case.output.channels
-        has_similar_channels = channels / 2 < found.input.channels < channels * 2
-        has_similar_channels &= outside / 2 < found.output.channels <= max(outside, _TILE // 2)
-        is_small = max(found.image) <= _LONGEST_SPECTRUM
-        if has_similar_channels and is_small and measured == _fourier(found, kind):
-            return measured
-    if kind != "weight":
+    """With what cuDNN does not state without a GPU."""
+    if _takes_fourier(found, kind, gpu):
+        return _fourier(found, kind)
+    if kind != "weight" or found.item != 4 or found.groups > 1 or found.channels_last:
         return stated
-    tiles = gpu.multiprocessors * _TILE * _TILE * 4
-    is_close = near is not None and _distance(_position(found), near) < _CLOSE
-    if is_close and _MANY_PARTS * tiles < measured - stated < tiles:
-        return measured
-    is_whole = abs(stated - _copies(found)) < _TOLERANCE and not (
-        is_close and abs(measured - stated) < _TOLERANCE
-    )
-    if is_whole and found.item == 4 and found.groups == 1 and not found.channels_last:
-        return stated + _partial_sums(found, gpu)
-    return stated
+    # Into how many parts a sum is split depends on how multiprocessors are grouped. Where cuDNN states copies
+    # and whole tiles of parts, or none, the card mostly takes as many as fit.
+    copies = _copies(found)
+    beyond_tiles = (stated - copies + _TOLERANCE) % (_TILE * _TILE * 4)
+    has_whole_tiles = stated > copies - _TOLERANCE and beyond_tiles < 2 * _TOLERANCE
+    return max(stated, copies + _partial_sums(found, gpu)) if has_whole_tiles else stated
+
+
+def _takes_fourier(found: _Convolution, kind: Pass, gpu: GPU) -> bool:
+    """Whether it does as the most similar measured convolution, which has about as many channels."""
+    if not _is_like_measured(found) or not _is_transformed(found, kind):
+        return False
+    channels, outside = found.input.channels, found.output.channels
+    if kind == "forward" and found.output.plane == 1 and min(found.kernel_size) > _MEASURED_KERNEL:
+        # In the gradient of the gradient of a 1 x 1 convolution, the batch takes the place of the channels.
+        return found.item == 4 and channels < _FEW_CHANNELS
+    near = _nearest(found).case
+    is_close = near.input.channels / 2 < channels < near.input.channels * 2
+    is_close &= near.output.channels / 2 < outside <= max(near.output.channels, _NARROW_OUTPUT)
+    is_close &= max(found.image) <= _LONGEST_SPECTRUM
+    return is_close and _workspace_of_nearest(found, kind, gpu) == _fourier(found, kind)
 
 
 def _position(found: _Convolution) -> tuple[float, ...]:

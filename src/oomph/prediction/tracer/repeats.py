@@ -250,7 +250,7 @@ class RepeatedBlocks:
             with disable_torch_function():
                 input = self._check_call(one, module, siblings, args, kwargs)
         except Exception as error:
-            self.note_failure(error)
+            self.fail_if_strict(error)
             self._give_up(one)
         if one.is_traced:  # not inside of `except`: an error of the program would show both tracebacks
             return forward(module, *args, **kwargs)
@@ -260,20 +260,14 @@ class RepeatedBlocks:
                 with disable_torch_function():
                     return self._repeat(one, module, path, input, args, kwargs)
             except Exception as error:
-                self.note_failure(error)
+                self.fail_if_strict(error)
                 restart()
         return self._trace(one, forward, module, path, input, args, kwargs)
 
-    def note_failure(self, error: Exception) -> None:
-        """Unless blocks cannot be repeated for a known reason; `strict` ends the process with the error."""
-        if isinstance(error, _NotRepeatable):
-            return
-        if self._tracer.guard.strict:
+    def fail_if_strict(self, error: Exception) -> None:
+        """In tests, a mistake of ours. For users all blocks are traced then, which changes no prediction."""
+        if self._tracer.guard.strict and not isinstance(error, _NotRepeatable):
             finish(error)
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        self._tracer.note_once(
-            f"oomph could not repeat what the first of equal blocks did ({reason}); it traces all of them"
-        )
 
     def _give_up(self, one: _Pass) -> None:
         one.is_traced = True
@@ -380,7 +374,7 @@ class RepeatedBlocks:
             if not one.with_grad and traced.alive != traced.cached:  # something else holds what it made
                 raise _NotRepeatable
         except Exception as error:
-            self.note_failure(error)
+            self.fail_if_strict(error)
             found = None
         freed = () if found is None else [step.ref[0] for step in found.steps if isinstance(step, _Freed)]
         if found is None or not {"new", "cached"}.issuperset(freed):
@@ -510,7 +504,7 @@ class RepeatedBlocks:
             with disable_torch_function():
                 self._open_backward(traced, gradients)
         except Exception as error:
-            self.note_failure(error)
+            self.fail_if_strict(error)
             self._give_up(traced.of)
 
     def _open_backward(self, traced: _TracedBlock, gradients: Sequence[Any]) -> None:
@@ -661,7 +655,7 @@ class _RepeatedBlock:
             try:
                 return self._run_backward(gradient)
             except Exception as error:
-                self._blocks.note_failure(error)
+                self._blocks.fail_if_strict(error)
                 restart()
 
     def _run_backward(self, gradient: Any) -> Any:
