@@ -218,6 +218,28 @@ for step in range(3):
     assert "--sizes T=20000" in out
 
 
+def test_a_plan_is_for_the_batches_that_are_predicted_with_it(tmp_path, capsys):
+    file, plan = str(tmp_path / "drawn_batches.py"), str(tmp_path / "plan.json")
+    Path(file).write_text("""
+import random, torch
+Linear, Sequential = torch.nn.Linear, torch.nn.Sequential
+blocks = [Sequential(Linear(256, 1024), torch.nn.Tanh(), Linear(1024, 256)) for _ in range(4)]
+model = Sequential(*blocks).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+for step in range(3):
+    rows = random.randrange(1 << 13, 1 << 14)
+    model(torch.randn(rows, 256).cuda()).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""")
+    assert run(["fit", file, "--gpu", "h200", "--max", "400MiB", "--plan", plan]) == 0
+    capsys.readouterr()
+    assert run(["predict", file, "--plan", plan, "--json"]) == 0
+    predicted = json.loads(capsys.readouterr().out)
+    assert read_plan(plan).fixes
+    assert read_plan(plan).after.peak.allocated == predicted["peak"]["allocated"]
+
+
 def test_a_script_is_fitted_and_run_with_another_allocator(tmp_path, monkeypatch, capsys):
     file, plan = str(tmp_path / "fragmented.py"), str(tmp_path / "plan.json")
     Path(file).write_text("""

@@ -243,6 +243,19 @@ def test_what_a_program_sets_ends_with_it():
     assert state() == before
 
 
+def test_a_program_draws_the_numbers_that_the_caller_would_draw():
+    state = random.getstate()
+    expected = random.random()
+    random.setstate(state)
+
+    def program():
+        assert random.random() == expected
+        torch.empty(3, device="cuda")
+
+    oomph.predict(program)
+    assert random.getstate() == state
+
+
 def _threads_and_interrupts(rank, port, interrupted):
     torch.set_num_threads(2)
     torch.randn(10**6).exp()

@@ -17,6 +17,7 @@ import math
 import multiprocessing.util
 import os
 import pickle
+import random
 import re
 import selectors
 import shutil
@@ -288,7 +289,7 @@ def run_forked(
                 read, write = os.pipe()
                 sys.stdout.flush()
                 sys.stderr.flush()
-                child = os.fork()
+                child = _fork_with_random_state()
                 if child == 0:
                     running.clear()  # which are the parent's to end
                     _run_fork(function, read, write, continues)
@@ -425,10 +426,19 @@ def _fork() -> tuple[int, list[int]]:
         with trace_lock, warnings.catch_warnings():
             # It warns of threads in the caller; the child uses none.
             warnings.simplefilter("ignore", DeprecationWarning)
-            return os.fork(), arrived
+            return _fork_with_random_state(), arrived
     finally:
         if defer:
             signal.signal(signal.SIGINT, handler)
+
+
+def _fork_with_random_state() -> int:
+    """`random` seeds itself anew in a fork, where a program would draw other batches in each prediction."""
+    state = random.getstate()
+    child = os.fork()
+    if child == 0:
+        random.setstate(state)
+    return child
 
 
 def _end(child: int) -> int:
