@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 from sample_prediction import CONTEXT, LOSS, GiB, MiB, allocation, prediction
 
-from oomph.records import Alive, BatchTensor, Growth, Note, Peak, Site
-from oomph.report.terminal import PLAIN_WIDTH, report_console, report_text, verdict
+from oomph.records import Alive, BatchTensor, Growth, Interval, Note, Peak, Site
+from oomph.report.terminal import PLAIN_WIDTH, assumptions, report_console, report_text, verdict
 
 # ------------------------------------------------------------------------------------------- verdict
 
@@ -101,6 +101,14 @@ def test_the_first_line_gives_the_verdict_the_figures_and_the_place_of_the_peak(
     line = verdict(given).line
     assert [part for part in parts if part not in line] == []
     assert ("to spare" in line) == (given.fits is True and "releasing" not in line)
+
+
+@pytest.mark.parametrize(("most", "depends"), [(20, False), (30, True)])
+def test_a_fitting_verdict_depends_on_steps_that_may_allocate_more_than_the_limit(most, depends):
+    interval = Interval(_peak(5 * GiB), _peak(most * GiB), "steps differ")
+    text = "\n".join(assumptions(_on_a_card(24 * GiB, 10 * GiB, "fits", interval=interval)))
+    assert f"steps differ: from 5.50 GiB to {most}.5 GiB" in text
+    assert ("the verdict depends on them" in text) == depends
 
 
 def test_the_refused_request_is_named_with_its_line_or_its_operator():

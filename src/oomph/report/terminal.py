@@ -164,10 +164,13 @@ def _recorded(prediction: Prediction) -> Verdict:
 
 
 def _depends_on_values(prediction: Prediction) -> bool:
-    """Whether the limit lies between what the fewest and the most elements need."""
+    """Whether the limit lies between what the fewest and the most elements need, or the steps that need least
+    and most."""
     interval, limit = prediction.interval, prediction.limit
-    if interval is None or limit is None or prediction.verdict == "fits":
+    if interval is None or limit is None:
         return False
+    if prediction.verdict == "fits":  # cached memory can be released, allocated memory cannot
+        return interval.high.allocated > limit
     return interval.low.reserved <= limit < interval.high.reserved + prediction.margin
 
 
