@@ -315,3 +315,22 @@ def test_kernels_of_the_ops_are_counted_with_their_flops():
     assert [kernel.flops for kernel in counted] == [2 * 2 * 2 * 4 * 1024 * (5 * 64) * 64]
     assert counted[0].bytes == 2 * 4 * 1024 * (2 * 64 * 2 + 4)  # q, k and v are one tensor
     assert counted[0].rate == "half"
+
+
+def test_of_steps_with_different_batches_the_one_that_moves_least_is_timed():
+    """Their kernels are as many."""
+
+    def program(rows):
+        model = nn.Linear(1024, 1024).cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        for each in rows:
+            model(torch.randn(each, 1024, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    different, small, large = (
+        oomph.predict(partial(program, rows), gpu="h200").step_seconds
+        for rows in ((1 << 16, 1 << 16, 1 << 12), [1 << 12] * 3, [1 << 16] * 3)
+    )
+    assert different == pytest.approx(small, rel=0.05)
+    assert large > 2 * small

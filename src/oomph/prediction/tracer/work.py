@@ -170,10 +170,12 @@ class KernelCounter:
 
     def end_step(self) -> None:
         """Called when a step of the program's own loop is complete. Some steps also evaluate or save, and
-        some accumulate fewer batches: of those with the most backward passes, the shortest is remembered.
-        The first one may lack work or have more of it, and counts only if it is the only one."""
+        some accumulate fewer batches: of those with the most backward passes, the one that moves the fewest
+        bytes is remembered, with fixes and without, also where batches differ. The first one may lack work
+        or have more of it, and counts only if it is the only one."""
         phases = itertools.groupby(kernel.phase for kernel in self.kernels)
-        order = sum(phase == "backward" for phase, _ in phases), -len(self.kernels)
+        moved = sum(kernel.bytes for kernel in self.kernels)
+        order = sum(phase == "backward" for phase, _ in phases), -moved
         self._complete_steps += 1
         if self._complete_steps <= 2 or order > self._step_order:
             self._step, self._step_order = list(self.kernels), order
