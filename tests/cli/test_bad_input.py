@@ -124,6 +124,7 @@ cases(
     ("p.py:ok --steps 4", "--steps and --torchrun are for scripts"),
     ("-m not_a_module", "module 'not_a_module' was not found"),
     ("x.py", "x.py put nothing on the GPU; build its model", "print('trains nothing')"),
+    ("x.py", "put nothing on the GPU before it ended itself at x.py:2; build", "import sys\nsys.exit(0)"),
     (
         "x.py",
         "predict what it defines, `oomph predict x.py:train`, or",

@@ -619,10 +619,13 @@ def run_script(
     steps.start_watch()
     seed_generators()
     defined: dict[str, Any] = {}
+    ended_at = ""
     try:
         with tracer.in_phase("forward"):
             defined = run_as_main(script)
     except SystemExit as error:
+        file, line = user_line(error)
+        ended_at = f"{Path(file).name}:{line}" if file else ""
         if error.code not in (None, 0):
             status = error.code if isinstance(error.code, str) else f"status {error.code}"
             if not script.arguments and not tracer.recorder.allocations:
@@ -639,7 +642,7 @@ def run_script(
         hint = "a library that opens files for writing by itself, as h5py does, needs --allow-subprocesses"
         message = f"{type(error).__name__}: {error}; {hint}"
         raise ProgramError(message, *user_line(error), program_traceback(error)) from error
-    steps.check_trained(defined)
+    steps.check_trained(defined, ended_at)
 
 
 def seed_generators() -> None:
@@ -876,7 +879,7 @@ class _ScriptSteps:
             elif time.monotonic() - since > _ENDLESS_S:
                 self._end(f"because it trains nothing and its peak had not risen for {_ENDLESS_S:.0f} s")
 
-    def _check_gpu(self, defined: Mapping[str, Any] | None = None) -> None:
+    def _check_gpu(self, defined: Mapping[str, Any] | None = None, ended_at: str = "") -> None:
         if self._script.on_optimizer is not None and not self._counts and not self._model_found:
             raise UserError(no_model_error(self._script.name))
         if not self._tracer.recorder.allocations:
@@ -887,17 +890,19 @@ class _ScriptSteps:
                 if _is_target(value)
             ]
             what = f"predict what it defines, {' or '.join(targets[:4])}, or " if targets else ""
-            raise UserError(f"{name} put nothing on the GPU; {what}build its model and data on device 'cuda'")
+            ended = f" before it ended itself at {ended_at}" if ended_at else ""
+            build = f"{what}build its model and data on device 'cuda'"
+            raise UserError(f"{name} put nothing on the GPU{ended}; {build}")
 
     @property
     def trained(self) -> int:
         return self._most or self._updates
 
-    def check_trained(self, defined: Mapping[str, Any]) -> None:
-        """The script has ended by itself."""
+    def check_trained(self, defined: Mapping[str, Any], ended_at: str) -> None:
+        """The script has ended by itself; `ended_at`: where, if by sys.exit."""
         name, steps = self._script.name, self.trained
         self._tracer.work.keep_step()
-        self._check_gpu(defined)
+        self._check_gpu(defined, ended_at)
         training = self._tracer.training
         trained, called = training.ran_backward, self._tracer.modules.completed
         if not trained and not steps and (training.optimizers or not called):
