@@ -13,6 +13,7 @@ import contextlib
 import inspect
 import itertools
 import linecache
+import operator
 import os
 import sys
 import sysconfig
@@ -495,22 +496,22 @@ class HolderSearch:
 
 
 def _tensors(frames: Sequence[FrameType]) -> Iterator[_Visited]:
-    """Of locals, globals, attributes of the program's objects, and containers. What frames have themselves
-    comes before what is deep inside of a data set."""
-    visited = [
-        _Visited(value, name, frame.f_code.co_filename, number)
-        for number, frame in enumerate(frames)
-        for scope in (frame.f_globals, _locals(frame))
-        for name, value in list(scope.items())
-    ]
+    """Of locals, then of globals: attributes of the program's objects, and containers. What frames have
+    themselves comes before what is deep inside of a data set."""
     seen: set[tuple[int, str]] = set()
-    for one in visited:
-        key = id(one.value), one.name
-        if isinstance(one.value, FakeTensor):
-            yield one
-        elif key not in seen and len(visited) < _MOST_VISITED:
-            seen.add(key)
-            visited += _parts(one)
+    for scope_of in (_locals, operator.attrgetter("f_globals")):
+        visited = [
+            _Visited(value, name, frame.f_code.co_filename, number)
+            for number, frame in enumerate(frames)
+            for name, value in list(scope_of(frame).items())
+        ]
+        for one in visited:
+            key = id(one.value), one.name
+            if isinstance(one.value, FakeTensor):
+                yield one
+            elif key not in seen and len(visited) < _MOST_VISITED:
+                seen.add(key)
+                visited += _parts(one)
 
 
 def _locals(frame: FrameType) -> dict[str, Any]:
