@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -582,6 +583,8 @@ def workload():
     [(GROUPED, "1", 19132951), (GROUPED, "0", 14766952), (SEARCHED, "1", 581773312)],
 )
 def test_workspaces_are_those_that_cudnn_states(tmp_path, step, asked, expected):
+    if step is SEARCHED and not importlib.metadata.version("nvidia-cudnn-cu13").startswith("9.19."):
+        pytest.skip("measured with cuDNN 9.19; others list other algorithms")
     (tmp_path / "step.py").write_text(step)
     command = [sys.executable, "-m", "oomph", "predict", "step.py:workload", "--gpu", "h200", "--json"]
     environment = os.environ | {"OOMPH_CUDNN": asked}
