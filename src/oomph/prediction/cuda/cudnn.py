@@ -5,10 +5,14 @@ compilation). The library comes with every CUDA build of torch, and as the packa
 is not asked if the environment variable OOMPH_CUDNN is 0, or in a process that can use a GPU.
 
 As in torch (ATen/native/cudnn/Conv_v8.cpp), the first configuration of cuDNN's heuristics that makes a plan
-is taken, and its fallback list comes after them. How many multiprocessors each cluster (GPC) of a card has
-is not part of its description. Some kernels split their sums by it, so such workspaces may differ from those
-on the card by the parts of a sum. Without a GPU, cuDNN does not offer Fourier transforms; for products (1 x 1
-kernels) and depthwise convolutions it names other algorithms than on the card.
+is taken, and its fallback list comes after them. Without a GPU, cuDNN makes no plan for engines that load
+their kernels through the driver or call cuBLAS: Fourier transforms, Winograd's method, matrix products. It
+leaves them out of its answer, and names them in its log, in their place. For which convolutions the card has
+these engines, and their workspaces (workspaces.py), are known by measurements: of 8,000 random convolutions
+on an H200, cuDNN's lists are then the same with and without the GPU.
+
+How many multiprocessors each cluster (GPC) of a card has is not part of its description. Some kernels split
+their sums by it, so such workspaces may differ from those on the card by the parts of a sum.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import importlib.util
 import itertools
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
 from pathlib import Path
@@ -30,6 +35,7 @@ import torch
 from oomph.gpus import GPU, Capability
 
 Pass = Literal["forward", "data", "weight"]
+Algorithm = Literal["fourier", "winograd", "product"]
 
 _LEAST_VERSION = 90800  # has descriptions of GPUs
 _CUDA_ERROR_NO_DEVICE = 100
@@ -105,6 +111,7 @@ _OPERATIONS: dict[Pass, tuple[_Kind, tuple[int, ...]]] = {
 _DATA_TYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 9}
 _CROSS_CORRELATION = 1
 _HEUR_MODE_INSTANT, _HEUR_MODE_FALLBACK = 0, 2
+_SEV_INFO_EN = 1 << 3
 _NOTE_TENSOR_CORE, _NOTE_DOWN_CONVERT_INPUTS, _NOTE_NONDETERMINISTIC = 0, 1, 4
 _C_TYPES: dict[_Type, Any] = {
     _Type.INT64: ctypes.c_int64,
@@ -112,6 +119,22 @@ _C_TYPES: dict[_Type, Any] = {
     _Type.DOUBLE: ctypes.c_double,
     _Type.BACKEND_DESCRIPTOR: ctypes.c_void_p,
 }  # others are enumerations
+
+# Engines that make no plan without a GPU, by their numbers in cuDNN 9.19 and 9.26.
+_ENGINES_OF_GPU: dict[tuple[Pass, int], Algorithm] = {
+    ("forward", 3): "fourier",
+    ("data", 50): "fourier",
+    ("weight", 18): "fourier",
+    ("forward", 6): "winograd",
+    ("data", 7): "winograd",
+    ("weight", 17): "winograd",
+    ("forward", 58): "product",
+    ("data", 63): "product",
+    ("weight", 62): "product",
+}
+_LONGEST_TRANSFORM = 256  # rows or columns of a padded image
+_WIDEST_KERNEL_IN_TILES = 32  # rows or columns
+_WINOGRAD_KERNELS = (3, 3), (5, 5)
 
 # Of a multiprocessor: bytes of shared memory for a block, bytes of it that the system keeps, blocks, threads
 # (CUDA C++ Programming Guide, technical specifications per compute capability).
@@ -156,23 +179,23 @@ def version(gpu: GPU) -> str | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def workspace(conv_pass: ConvolutionPass, gpu: GPU) -> int | None:
-    """Bytes of the algorithm that torch takes; None where cuDNN cannot be asked."""
+def workspace(conv_pass: ConvolutionPass, gpu: GPU) -> int | Algorithm | None:
+    """Bytes of the algorithm that torch takes, or the algorithm's name if cuDNN does not state its workspace
+    without a GPU. None where cuDNN cannot be asked."""
     with contextlib.suppress(_Error):
-        return next(_stated(conv_pass, gpu), None)
+        return next(_workspaces(conv_pass, gpu, in_order=True), None)
     return None
 
 
 @functools.lru_cache(maxsize=4096)
-def workspaces(conv_pass: ConvolutionPass, gpu: GPU) -> frozenset[int]:
-    """Bytes of all algorithms that torch may take; none where cuDNN cannot be asked."""
+def workspaces(conv_pass: ConvolutionPass, gpu: GPU) -> frozenset[int | Algorithm]:
+    """The same of all algorithms that torch may take; none where cuDNN cannot be asked."""
     with contextlib.suppress(_Error):
-        return frozenset(_stated(conv_pass, gpu))
+        return frozenset(_workspaces(conv_pass, gpu, in_order=False))
     return frozenset()
 
 
-def _stated(conv_pass: ConvolutionPass, gpu: GPU) -> Iterator[int]:
-    """Of each configuration that makes a plan, in cuDNN's order."""
+def _workspaces(conv_pass: ConvolutionPass, gpu: GPU, in_order: bool) -> Iterator[int | Algorithm]:
     library = _library()
     if library is None or conv_pass.dtype not in _DATA_TYPES or gpu.capability not in _MULTIPROCESSORS:
         return
@@ -182,16 +205,61 @@ def _stated(conv_pass: ConvolutionPass, gpu: GPU) -> Iterator[int]:
         heuristics.set_descriptors(_Attribute.ENGINEHEUR_OPERATION_GRAPH, graph)
         heuristics.set_descriptors(_Attribute.ENGINEHEUR_DEVICEPROP, card)
         heuristics.set(_Attribute.ENGINEHEUR_MODE, _Type.HEUR_MODE, mode)
-        for config in heuristics.finalize().get_descriptors(_Attribute.ENGINEHEUR_RESULTS, _Kind.ENGINECFG):
-            [engine] = config.get_descriptors(_Attribute.ENGINECFG_ENGINE, _Kind.ENGINE)
+        for listed in _listed(library, heuristics.finalize(), in_order):
+            if isinstance(listed, int):
+                algorithm = _ENGINES_OF_GPU.get((conv_pass.kind, listed))
+                if algorithm is not None and has(algorithm, conv_pass):
+                    yield algorithm
+                continue
+            [engine] = listed.get_descriptors(_Attribute.ENGINECFG_ENGINE, _Kind.ENGINE)
             notes = engine.get(_Attribute.ENGINE_NUMERICAL_NOTE, _Type.NUMERICAL_NOTE)
             if not _is_allowed(notes, conv_pass):
                 continue
             plan = library.descriptor(_Kind.EXECUTION_PLAN)
-            plan.set_descriptors(_Attribute.EXECUTION_PLAN_ENGINE_CONFIG, config)
+            plan.set_descriptors(_Attribute.EXECUTION_PLAN_ENGINE_CONFIG, listed)
             plan.set_descriptors(_Attribute.EXECUTION_PLAN_DEVICEPROP, card)
             with contextlib.suppress(_Error):
                 yield from plan.finalize().get(_Attribute.EXECUTION_PLAN_WORKSPACE_SIZE, _Type.INT64)
+
+
+def _listed(library: _Library, heuristics: _Descriptor, in_order: bool) -> Iterator[_Descriptor | int]:
+    """Configurations, and the numbers of engines that are left out. In cuDNN's order, if asked for: the log
+    does not tell between which configurations an engine was left out, so they are read one more at a time."""
+    total = heuristics.count(_Attribute.ENGINEHEUR_RESULTS)
+    number_left_out = 0
+    for count in range(1 if in_order else total, total + 1):
+        with library.log() as log:
+            found = heuristics.get_descriptors(_Attribute.ENGINEHEUR_RESULTS, _Kind.ENGINECFG, count)
+        left_out = [int(number) for number in _LEFT_OUT.findall("".join(log))]
+        yield from left_out[number_left_out:]
+        number_left_out = len(left_out)
+        if not in_order:
+            yield from found
+        elif len(found) == count:
+            yield found[-1]
+
+
+def has(algorithm: Algorithm, conv_pass: ConvolutionPass) -> bool:
+    """Whether the card's engine supports it: so for all of 8,000 convolutions."""
+    (_, channels, *image), (_, in_group, *kernel) = conv_pass.input, conv_pass.weight
+    has_stride, is_padded = max(conv_pass.stride) > 1, max(conv_pass.padding) > 0
+    is_dilated = any(gap > 1 < width for gap, width in zip(conv_pass.dilation, kernel, strict=True))
+    if algorithm == "product":
+        tensor_cores = conv_pass.tf32 or conv_pass.dtype is not torch.float32
+        is_matrix = max(kernel) == 1 and channels == in_group and not has_stride and not is_padded
+        return is_matrix and tensor_cores
+    if algorithm == "winograd":
+        reads_format = conv_pass.kind == "weight" or not conv_pass.channels_last
+        return tuple(kernel) in _WINOGRAD_KERNELS and not has_stride and not is_dilated and reads_format
+    if is_dilated or conv_pass.dtype not in (torch.float32, torch.float16):
+        return False
+    if conv_pass.kind == "data":
+        return len(image) == 2 and min(kernel) > 1 and max(kernel) <= _WIDEST_KERNEL_IN_TILES
+    sides = list(zip(image, conv_pass.padding, strict=True))
+    is_plane = (
+        len(image) < 3 and not has_stride and max(n + 2 * pad for n, pad in sides) <= _LONGEST_TRANSFORM
+    )
+    return is_plane and (conv_pass.kind == "forward" or all(pad < n for n, pad in sides))
 
 
 def _is_allowed(notes: Sequence[int], conv_pass: ConvolutionPass) -> bool:
@@ -326,6 +394,10 @@ def _load(folders: Iterable[Path], name: str) -> ctypes.CDLL | None:
     return None
 
 
+_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+_LEFT_OUT = re.compile(r'engineConfig: type=json; val=\{"engineId":(\d+)')
+
+
 class _Library:
     def __init__(self, functions: ctypes.CDLL) -> None:
         pointer, number, count = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
@@ -340,6 +412,25 @@ class _Library:
         self.set_attribute.argtypes = [pointer, number, number, count, pointer]
         self.get_attribute = functions.cudnnBackendGetAttribute
         self.get_attribute.argtypes = [pointer, number, number, count, pointer, pointer]
+        self._set_callback = functions.cudnnSetCallback
+        self._set_callback.argtypes = [ctypes.c_uint, pointer, pointer]
+        self._log = list[str]()
+        self._write = _CALLBACK(self._append)  # kept: cuDNN calls it
+
+    @contextlib.contextmanager
+    def log(self) -> Iterator[list[str]]:
+        """What cuDNN logs in the meantime, line by line."""
+        self._log = []
+        _check(self._set_callback(_SEV_INFO_EN, None, self._write))
+        try:
+            yield self._log
+        finally:
+            _check(self._set_callback(0, None, None))
+
+    def _append(self, severity: int, data: int, details: int, text: int) -> None:
+        while line := ctypes.string_at(text):  # lines end with a zero, and the text with two
+            self._log.append(line.decode(errors="replace"))
+            text += len(line) + 1
 
     def descriptor(self, kind: _Kind) -> _Descriptor:
         return _Descriptor(self, kind)
@@ -375,10 +466,13 @@ class _Descriptor:
         array = (_C_TYPES.get(type, ctypes.c_int) * self._read(attribute, type))()
         return list(array[: self._read(attribute, type, array)])
 
-    def get_descriptors(self, attribute: int, kind: _Kind) -> list[_Descriptor]:
-        count = self._read(attribute, _Type.BACKEND_DESCRIPTOR)
+    def get_descriptors(self, attribute: int, kind: _Kind, most: int | None = None) -> list[_Descriptor]:
+        count = self.count(attribute) if most is None else most
         made = [_Descriptor(self._library, kind) for _ in range(count)]
         return made[: self._read(attribute, _Type.BACKEND_DESCRIPTOR, _pointers(made))]
+
+    def count(self, attribute: int) -> int:
+        return self._read(attribute, _Type.BACKEND_DESCRIPTOR)
 
     def _read(self, attribute: int, type: _Type, array: ctypes.Array[Any] | None = None) -> int:
         """Fill the array, and return the number of its values; without an array, of all that there are."""

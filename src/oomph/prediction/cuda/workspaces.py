@@ -4,8 +4,7 @@ cuBLAS keeps its workspaces. Convolutions take one workspace per pass, freed whe
 heuristics choose the algorithm. Where the library is installed without a GPU, it is asked (cudnn.py). Else, a
 convolution of NCHW tensors with a stride of 1 or 2 is taken to use the algorithm of the most similar one of
 24,596 that were measured on an H200 (convolutions_h200.csv.gz: torch 2.11, cuDNN 9.19, TF32 on), and the
-others follow rules found by measurements. Fourier transforms, which cuDNN does not state without a GPU, are
-taken where that table has them. The tensor-core kernels read NHWC with channels in multiples of 16
+others follow rules found by measurements. The tensor-core kernels read NHWC with channels in multiples of 16
 bytes, so tensors that are not so are copied into the workspace.
 
 nn.LSTM, nn.GRU and nn.RNN dissolve into cells above the dispatch mode, so CUDA's path is taken at autograd's
@@ -195,7 +194,7 @@ _LARGE_KERNEL = 49  # positions: 7x7
 _VERY_LARGE_KERNEL = 98  # positions: above, float32 data gradients copy their output in channels last, too
 _COPY_EXTRA_BYTES, _SPLIT_EXTRA_BYTES = 16, 600  # bytes behind copies, and behind the parts of a split sum
 _FOURIER_TILE = 32  # rows and columns that data gradients by Fourier transforms compute at a time
-_LONGEST_SPECTRUM = 256  # rows and columns of the largest plane that is transformed as a whole
+_GROUPS_AT_A_TIME = 8  # of Fourier transforms and Winograd's method
 _DATA_MIN_BYTES = 131  # what a data gradient takes that copies nothing
 
 
@@ -302,14 +301,11 @@ def _workspace(found: _Convolution, kind: Pass, gpu: GPU) -> int:
         return columns if has_columns and not found.depthwise else 0
     if found.depthwise:
         return _depthwise(found, kind)
-    if not found.is_product:  # for products, cuDNN states other algorithms than on the card
-        conv_pass = _conv_pass(found, kind)
-        stated = cudnn.workspace(conv_pass, gpu)
-        if stated is None and _is_like_measured(found):
-            return _workspace_of_nearest(found, kind, gpu)
-        if stated is not None:
-            like_card = gpu.capability == _MEASURED_CAPABILITY and conv_pass.tf32
-            return _with_unstated(stated, found, kind, gpu) if like_card else stated
+    taken = cudnn.workspace(_conv_pass(found, kind), gpu)
+    if taken is not None:
+        return _bytes_of(taken, found, kind, gpu)
+    if not found.is_product and _is_like_measured(found):
+        return _workspace_of_nearest(found, kind, gpu)
     if kind != "weight":
         as_it_is = found.is_product and (found.item != 4 or found.weight < _VERY_LARGE_WEIGHT)
         return 0 if as_it_is or _is_direct(found, kind) else _copies_inside(found, kind)
@@ -326,30 +322,23 @@ def _workspace(found: _Convolution, kind: Pass, gpu: GPU) -> int:
 
 
 def _search(found: _Convolution, kind: Pass, gpu: GPU) -> Iterator[Search]:
-    """The workspaces of the algorithms that torch.backends.cudnn.benchmark tries: those that cuDNN states,
-    and Fourier transforms, which it lists on a card only. For which convolutions is not known: in float32,
-    they are in 72 % (weight gradients) to 91 % (data gradients) of its lists of those that `_is_transformed`
-    names."""
+    """The workspaces of the algorithms that torch.backends.cudnn.benchmark tries. Where cuDNN cannot be
+    asked, they are what the convolution takes without a search, and Fourier transforms: in float32, those are
+    in 72 % (weight gradients) to 91 % (data gradients) of its lists where the card has them."""
     searches = torch.backends.cudnn.enabled and torch.backends.cudnn.benchmark and not found.depthwise
     if not searches or not found.input.bytes * found.output.bytes:
         return
-    copies, stated = _copies(found), cudnn.workspaces(_conv_pass(found, kind), gpu)
-    tried = set(stated or (_workspace(found, kind, gpu), copies))
-    if found.item == 4 and found.groups == 1 and not found.dilated:
-        in_nchw = copies if found.channels_last and found.stride == 1 else 0
-        if _is_transformed(found, kind):
-            tried.add(_fourier(found, kind) + in_nchw)
-        if not stated and kind == "weight" and found.kernel_size == (3, 3) and found.stride == 1:
-            tried.add(_winograd(found) + in_nchw)
+    conv_pass = _conv_pass(found, kind)
+    tried = {_bytes_of(each, found, kind, gpu) for each in cudnn.workspaces(conv_pass, gpu)}
+    if not tried:
+        tried |= {_workspace(found, kind, gpu), _copies(found)}
+        if found.item == 4 and found.groups == 1:
+            tried |= {
+                _bytes_of(algorithm, found, kind, gpu)
+                for algorithm in _OF_GPU
+                if cudnn.has(algorithm, conv_pass) and (algorithm == "fourier" or kind == "weight")
+            }
     yield Search((found, kind), tuple(sorted(tried)))
-
-
-def _is_transformed(found: _Convolution, kind: Pass) -> bool:
-    """Whether cuDNN has Fourier transforms for it."""
-    if kind == "data":
-        smallest, largest = min(found.kernel_size), max(found.kernel_size)
-        return len(found.image) == 2 and smallest > 2 and largest <= _FOURIER_TILE
-    return len(found.image) < 3 and found.stride == 1 and _longest_side(found) <= _LONGEST_SPECTRUM
 
 
 def _is_direct(found: _Convolution, kind: Pass) -> bool:
@@ -432,8 +421,6 @@ class _Measured(NamedTuple):
 
 _MEASURED_CAPABILITY, _MEASURED_MULTIPROCESSORS = (9, 0), 132  # of an H200
 _LARGEST_MEASURED_BATCH = 256
-_NARROW_OUTPUT = 64  # channels, up to which weight gradients by Fourier transforms were measured
-_MEASURED_KERNEL = 32  # positions a side, above which kernels that cover the image were measured
 _TOLERANCE = 700  # workspaces that differ by less are those of one algorithm
 
 
@@ -487,33 +474,24 @@ def _is_like_measured(found: _Convolution) -> bool:
     return is_plain and is_square and found.stride <= 2 and found.item in (2, 4)
 
 
-def _with_unstated(stated: int, found: _Convolution, kind: Pass, gpu: GPU) -> int:
-    """With what cuDNN does not state without a GPU."""
-    if _takes_fourier(found, kind, gpu):
+def _bytes_of(taken: int | cudnn.Algorithm, found: _Convolution, kind: Pass, gpu: GPU) -> int:
+    """Of what cuDNN states: a workspace, or an algorithm."""
+    if taken == "fourier":
         return _fourier(found, kind)
+    if taken == "winograd":
+        return _winograd(found, kind)
+    if taken == "product":  # one for each sample; weight gradients are their sum
+        if kind != "weight":
+            return 0
+        return _partial_sums(found, gpu) if found.channels_last else found.batch * found.weight * 4
     if kind != "weight" or found.item != 4 or found.groups > 1 or found.channels_last:
-        return stated
+        return taken
     # Into how many parts a sum is split depends on how multiprocessors are grouped. Where cuDNN states copies
     # and whole tiles of parts, or none, the card mostly takes as many as fit.
     copies = _copies(found)
-    beyond_tiles = (stated - copies + _TOLERANCE) % (_TILE * _TILE * 4)
-    has_whole_tiles = stated > copies - _TOLERANCE and beyond_tiles < 2 * _TOLERANCE
-    return max(stated, copies + _partial_sums(found, gpu)) if has_whole_tiles else stated
-
-
-def _takes_fourier(found: _Convolution, kind: Pass, gpu: GPU) -> bool:
-    """Whether it does as the most similar measured convolution, which has about as many channels."""
-    if not _is_like_measured(found) or not _is_transformed(found, kind):
-        return False
-    channels, outside = found.input.channels, found.output.channels
-    if kind == "forward" and found.output.plane == 1 and min(found.kernel_size) > _MEASURED_KERNEL:
-        # In the gradient of the gradient of a 1 x 1 convolution, the batch takes the place of the channels.
-        return found.item == 4 and channels < _FEW_CHANNELS
-    near = _nearest(found).case
-    is_close = near.input.channels / 2 < channels < near.input.channels * 2
-    is_close &= near.output.channels / 2 < outside <= max(near.output.channels, _NARROW_OUTPUT)
-    is_close &= max(found.image) <= _LONGEST_SPECTRUM
-    return is_close and _workspace_of_nearest(found, kind, gpu) == _fourier(found, kind)
+    beyond_tiles = (taken - copies + _TOLERANCE) % (_TILE * _TILE * 4)
+    has_whole_tiles = taken > copies - _TOLERANCE and beyond_tiles < 2 * _TOLERANCE
+    return max(taken, copies + _partial_sums(found, gpu)) if has_whole_tiles else taken
 
 
 def _position(found: _Convolution) -> tuple[float, ...]:
@@ -546,8 +524,13 @@ def _workspace_of_nearest(found: _Convolution, kind: Pass, gpu: GPU) -> int:
     """The workspace of the algorithm that the most similar measured convolution takes."""
     near = _nearest(found)
     measured = near.workspaces[kind]
-    if abs(_fourier(near.case, kind) - measured) < _TOLERANCE:
-        return _fourier(found, kind) if _is_transformed(found, kind) else _copies(found)
+    for algorithm in _OF_GPU:
+        if not cudnn.has(algorithm, _conv_pass(near.case, kind)):
+            continue
+        if abs(_bytes_of(algorithm, near.case, kind, gpu) - measured) < _TOLERANCE:
+            if cudnn.has(algorithm, _conv_pass(found, kind)):
+                return _bytes_of(algorithm, found, kind, gpu)
+            return _copies(found)
     for workspace in _ALGORITHMS:
         if abs(workspace(near.case) - measured) < _TOLERANCE:
             return workspace(found)
@@ -568,18 +551,19 @@ def _copies(found: _Convolution, input: bool = True, output: bool = True, weight
 
 
 def _fourier(found: _Convolution, kind: Pass) -> int:
-    """Spectra of whole planes, filled up to a power of two; data gradients are made of tiles of 32 x 32.
-
-    To the byte of 803 forward passes, 793 weight gradients and 1,136 of 1,140 data gradients.
-    """
+    """Spectra of whole planes, filled up to a power of two; data gradients are made of tiles of 32 x 32."""
+    one = _one_group(found)
     if kind == "data":
-        return _fourier_in_tiles(found)
-    spectrum = _spectrum(_longest_side(found))
-    inputs, outputs = found.batch * found.input.channels, found.batch * found.output.channels
-    weights = found.input.channels * found.output.channels
-    if kind == "forward":
-        return 2 * spectrum * max(inputs + weights, outputs) + round_up(found.weight * found.item, 16)
-    return 2 * spectrum * max(inputs + outputs, weights) + round_up(found.output.bytes, 16)
+        size = _fourier_in_tiles(one)
+    else:
+        spectrum = _spectrum(_longest_side(one))
+        inputs, outputs = one.batch * one.input.channels, one.batch * one.output.channels
+        weights = one.input.channels * one.output.channels
+        if kind == "forward":
+            size = 2 * spectrum * max(inputs + weights, outputs) + round_up(one.weight * 4, 16)
+        else:
+            size = 2 * spectrum * max(inputs + outputs, weights) + round_up(one.output.bytes, 16)
+    return _of_all_groups(size, one, found)
 
 
 def _fourier_in_tiles(found: _Convolution) -> int:
@@ -618,13 +602,40 @@ def _ceil_div(size: int, by: int) -> int:
     return -(-size // by)
 
 
-def _winograd(found: _Convolution) -> int:
-    """Tiles of 4 x 4 outputs, each transformed to 6 x 6 elements of input and gradient."""
-    inside, outside = found.input.channels, found.output.channels
-    tiles = found.batch * math.ceil(math.sqrt(found.output.plane) / 4) ** 2
-    return 4 * 36 * (tiles * (inside + outside) + inside * outside)
+def _winograd(found: _Convolution, kind: Pass) -> int:
+    """Tiles of 4 x 4 results, each transformed to 6 x 6 elements of input and output; of 9 x 9 results, to
+    13 x 13, with kernels of 5 x 5. But for weight gradients of 3 x 3, tiles are of 16 samples."""
+    one = _one_group(found)
+    side, transformed = (4, 36) if one.kernel_size == (3, 3) else (9, 169)
+    samples = one.batch if kind == "weight" and side == 4 else round_up(one.batch, 16)
+    plane = one.image if kind == "data" else one.output_image
+    tiles = samples * math.prod(_ceil_div(size, side) for size in plane)
+    inside, outside = one.input.channels, one.output.channels
+    size = 4 * transformed * (tiles * (inside + outside) + inside * outside)
+    return _of_all_groups(round_up(size, 16), one, found)
 
 
+def _one_group(found: _Convolution) -> _Convolution:
+    groups = found.groups
+    sides = [
+        side._replace(channels=side.channels // groups, bytes=side.bytes // groups) for side in found[1:3]
+    ]
+    return found._replace(input=sides[0], output=sides[1], weight=found.weight // groups, groups=1)
+
+
+def _of_all_groups(size: int, one: _Convolution, found: _Convolution) -> int:
+    """Of a method that reads NCHW: one group's workspace and copies, for as many groups as run at a time."""
+    sides = one.input.bytes + one.output.bytes
+    if found.stride > 1:  # has made copies
+        return size * min(found.groups, _GROUPS_AT_A_TIME)
+    if found.channels_last:
+        size += sides + (one.weight * one.item if one.kernel > 1 else 0) + _COPY_EXTRA_BYTES
+    elif found.groups > 1 and found.batch > 1:
+        size += sides + _COPY_EXTRA_BYTES
+    return size * min(found.groups, _GROUPS_AT_A_TIME)
+
+
+_OF_GPU: tuple[cudnn.Algorithm, ...] = "fourier", "winograd"
 _ALGORITHMS: tuple[Callable[[_Convolution], int], ...] = (
     lambda found: 0,  # reads NCHW as it is
     _copies,
@@ -633,7 +644,6 @@ _ALGORITHMS: tuple[Callable[[_Convolution], int], ...] = (
     lambda found: _copies(found, weight=False),
     lambda found: _copies(found, output=False, weight=False),
     lambda found: _copies(found, input=False, weight=False),
-    _winograd,
 )
 
 
