@@ -9,7 +9,8 @@ is taken, and its fallback list comes after them. Without a GPU, cuDNN makes no 
 their kernels through the driver or call cuBLAS: Fourier transforms, Winograd's method, matrix products. It
 leaves them out of its answer, and names them in its log, in their place. For which convolutions the card has
 these engines, and their workspaces (workspaces.py), are known by measurements: of 8,000 random convolutions
-on an H200, cuDNN's lists are then the same with and without the GPU.
+on an H200, cuDNN's lists are then the same with and without the GPU. Of engines that only lack the driver,
+which the log states, the card has all.
 
 How many multiprocessors each cluster (GPC) of a card has is not part of its description. Some kernels split
 their sums by it, so such workspaces may differ from those on the card by the parts of a sum.
@@ -35,7 +36,7 @@ import torch
 from oomph.gpus import GPU, Capability
 
 Pass = Literal["forward", "data", "weight"]
-Algorithm = Literal["fourier", "winograd", "product"]
+Algorithm = Literal["fourier", "winograd", "product", "direct"]
 
 _LEAST_VERSION = 90800  # has descriptions of GPUs
 _CUDA_ERROR_NO_DEVICE = 100
@@ -132,6 +133,8 @@ _ENGINES_OF_GPU: dict[tuple[Pass, int], Algorithm] = {
     ("data", 63): "product",
     ("weight", 62): "product",
 }
+_ENGINE_CONFIG = re.compile(r'engineConfig: type=json; val=\{"engineId":(\d+)')
+_NO_DRIVER = "libcuda == nullptr"
 _LONGEST_TRANSFORM = 256  # rows or columns of a padded image
 _WIDEST_KERNEL_IN_TILES = 32  # rows or columns
 _WINOGRAD_KERNELS = (3, 3), (5, 5)
@@ -206,9 +209,11 @@ def _workspaces(conv_pass: ConvolutionPass, gpu: GPU, in_order: bool) -> Iterato
         heuristics.set_descriptors(_Attribute.ENGINEHEUR_DEVICEPROP, card)
         heuristics.set(_Attribute.ENGINEHEUR_MODE, _Type.HEUR_MODE, mode)
         for listed in _listed(library, heuristics.finalize(), in_order):
-            if isinstance(listed, int):
-                algorithm = _ENGINES_OF_GPU.get((conv_pass.kind, listed))
-                if algorithm is not None and has(algorithm, conv_pass):
+            if isinstance(listed, _LeftOut):
+                algorithm = _ENGINES_OF_GPU.get((conv_pass.kind, listed.engine))
+                if listed.lacks_driver:
+                    yield "direct"
+                elif algorithm is not None and has(algorithm, conv_pass):
                     yield algorithm
                 continue
             [engine] = listed.get_descriptors(_Attribute.ENGINECFG_ENGINE, _Kind.ENGINE)
@@ -222,21 +227,35 @@ def _workspaces(conv_pass: ConvolutionPass, gpu: GPU, in_order: bool) -> Iterato
                 yield from plan.finalize().get(_Attribute.EXECUTION_PLAN_WORKSPACE_SIZE, _Type.INT64)
 
 
-def _listed(library: _Library, heuristics: _Descriptor, in_order: bool) -> Iterator[_Descriptor | int]:
-    """Configurations, and the numbers of engines that are left out. In cuDNN's order, if asked for: the log
-    does not tell between which configurations an engine was left out, so they are read one more at a time."""
+class _LeftOut(NamedTuple):
+    """From the list of configurations, for want of a GPU or because the card has no such engine either."""
+
+    engine: int
+    lacks_driver: bool
+
+
+def _listed(library: _Library, heuristics: _Descriptor, in_order: bool) -> Iterator[_Descriptor | _LeftOut]:
+    """Configurations, and engines that are left out. In cuDNN's order, if asked for: the log does not tell
+    between which configurations an engine was left out, so they are read one more at a time."""
     total = heuristics.count(_Attribute.ENGINEHEUR_RESULTS)
-    number_left_out = 0
+    known = 0
     for count in range(1 if in_order else total, total + 1):
         with library.log() as log:
             found = heuristics.get_descriptors(_Attribute.ENGINEHEUR_RESULTS, _Kind.ENGINECFG, count)
-        left_out = [int(number) for number in _LEFT_OUT.findall("".join(log))]
-        yield from left_out[number_left_out:]
-        number_left_out = len(left_out)
+        left_out = list(_left_out(log))
+        yield from left_out[known:]
+        known = len(left_out)
         if not in_order:
             yield from found
         elif len(found) == count:
             yield found[-1]
+
+
+def _left_out(log: Sequence[str]) -> Iterator[_LeftOut]:
+    """Each engine is a line of the log, and the reasons are lines behind it."""
+    _, *engines = _ENGINE_CONFIG.split("\n".join(log))
+    for number, reasons in zip(engines[::2], engines[1::2], strict=True):
+        yield _LeftOut(int(number), _NO_DRIVER in reasons)
 
 
 def has(algorithm: Algorithm, conv_pass: ConvolutionPass) -> bool:
@@ -395,7 +414,6 @@ def _load(folders: Iterable[Path], name: str) -> ctypes.CDLL | None:
 
 
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
-_LEFT_OUT = re.compile(r'engineConfig: type=json; val=\{"engineId":(\d+)')
 
 
 class _Library:

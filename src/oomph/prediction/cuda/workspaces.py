@@ -194,6 +194,7 @@ _LARGE_KERNEL = 49  # positions: 7x7
 _VERY_LARGE_KERNEL = 98  # positions: above, float32 data gradients copy their output in channels last, too
 _COPY_EXTRA_BYTES, _SPLIT_EXTRA_BYTES = 16, 600  # bytes behind copies, and behind the parts of a split sum
 _FOURIER_TILE = 32  # rows and columns that data gradients by Fourier transforms compute at a time
+_PARTS_OF_DEPTHWISE = 8  # in which each sample's weight gradient is summed, in channels last
 _GROUPS_AT_A_TIME = 8  # of Fourier transforms and Winograd's method
 _DATA_MIN_BYTES = 131  # what a data gradient takes that copies nothing
 
@@ -299,11 +300,13 @@ def _workspace(found: _Convolution, kind: Pass, gpu: GPU) -> int:
         columns = found.input.channels // found.groups * found.kernel * found.output.plane * found.item
         has_columns = found.kernel > 1 or found.is_strided
         return columns if has_columns and not found.depthwise else 0
-    if found.depthwise:
-        return _depthwise(found, kind)
+    if found.depthwise and not _is_left_to_cudnn(found):
+        return 0
     taken = cudnn.workspace(_conv_pass(found, kind), gpu)
     if taken is not None:
         return _bytes_of(taken, found, kind, gpu)
+    if found.depthwise:
+        return _depthwise(found, kind)
     if not found.is_product and _is_like_measured(found):
         return _workspace_of_nearest(found, kind, gpu)
     if kind != "weight":
@@ -325,7 +328,8 @@ def _search(found: _Convolution, kind: Pass, gpu: GPU) -> Iterator[Search]:
     """The workspaces of the algorithms that torch.backends.cudnn.benchmark tries. Where cuDNN cannot be
     asked, they are what the convolution takes without a search, and Fourier transforms: in float32, those are
     in 72 % (weight gradients) to 91 % (data gradients) of its lists where the card has them."""
-    searches = torch.backends.cudnn.enabled and torch.backends.cudnn.benchmark and not found.depthwise
+    searches = torch.backends.cudnn.enabled and torch.backends.cudnn.benchmark
+    searches &= not found.depthwise or _is_left_to_cudnn(found)
     if not searches or not found.input.bytes * found.output.bytes:
         return
     conv_pass = _conv_pass(found, kind)
@@ -355,9 +359,33 @@ def _is_direct(found: _Convolution, kind: Pass) -> bool:
     return is_short and (kind == "forward" or found.input.channels < _DIRECT_WEIGHT_CHANNELS)
 
 
+def _is_left_to_cudnn(found: _Convolution) -> bool:
+    """Of depthwise convolutions, for most of which torch has kernels of its own, without workspace (ATen/
+    native/Convolution.cpp)."""
+    if found.channels_last:
+        return True
+    if found.dtype is not torch.float16 or len(found.image) > 2 or found.dilated:
+        return False
+    channels, (height, width) = found.input.channels, ((1, *found.image)[-2:])
+    step, kernel = found.strides[-1], found.kernel_size[-1]
+    if channels < 32 or (found.strides[0] != step and height != 1):
+        return False
+    if height == 1 and step == 1:
+        return True
+    if len({*found.kernel_size}) > 1 or kernel not in (1, 3, 5) or width < 7 or step > 2:
+        return False
+    if step == 1:
+        return True
+    if found.batch == 1:
+        return kernel > 1 or width <= 28
+    if kernel == 1:
+        return found.batch <= 16 and channels >= 128 and width <= 7
+    return channels >= 512 or (channels >= 256 and width >= 28)
+
+
 def _depthwise(found: _Convolution, kind: Pass) -> int:
-    """torch has kernels of its own, without workspace; cuDNN, for channels last, takes one in float32."""
-    if kind == "weight" and found.channels_last and found.item == 4 and found.kernel > _SMALL_KERNEL:
+    """Where cuDNN cannot be asked: copies for large kernels, in which each channel is one of four."""
+    if kind == "weight" and found.item == 4 and found.kernel > _SMALL_KERNEL and found.stride == 1:
         return (2 + found.kernel_size[-1]) * found.input.bytes
     return 0
 
@@ -476,6 +504,10 @@ def _is_like_measured(found: _Convolution) -> bool:
 
 def _bytes_of(taken: int | cudnn.Algorithm, found: _Convolution, kind: Pass, gpu: GPU) -> int:
     """Of what cuDNN states: a workspace, or an algorithm."""
+    if taken == "direct":
+        if kind != "weight" or not found.channels_last:
+            return 0
+        return _PARTS_OF_DEPTHWISE * found.batch * round_up(found.output.channels, 32) * found.kernel * 4
     if taken == "fourier":
         return _fourier(found, kind)
     if taken == "winograd":
