@@ -767,7 +767,9 @@ def _refuse_effect(event: str, args: tuple[Any, ...], allow: Collection[str]) ->
         given = args[_COMMANDS[event]]
         words = tuple(map(os.fsdecode, given)) if isinstance(given, (list, tuple)) else ()
         if words and words[:2] != ("/bin/sh", "-c"):
-            command, is_query = " ".join(words), _is_query(words)
+            # A program that is not installed starts nothing: FileNotFoundError, as in the real run.
+            is_query = _is_query(words) or shutil.which(words[0]) is None
+            command = " ".join(words)
         else:  # os.system; os.popen and shell=True
             command = " ".join(words[2:]) if words else os.fsdecode(given)
             is_query = _is_shell_query(command)

@@ -595,7 +595,8 @@ def _fourier(found: _Convolution, kind: Pass) -> int:
             size = 2 * spectrum * max(inputs + weights, outputs) + round_up(one.weight * 4, 16)
         else:
             size = 2 * spectrum * max(inputs + outputs, weights) + round_up(one.output.bytes, 16)
-    return _of_all_groups(size, one, found)
+    in_groups = found.groups > 1 and found.batch > 1
+    return _of_all_groups(size, one, found, found.stride == 1 and (found.channels_last or in_groups))
 
 
 def _fourier_in_tiles(found: _Convolution) -> int:
@@ -644,7 +645,7 @@ def _winograd(found: _Convolution, kind: Pass) -> int:
     tiles = samples * math.prod(_ceil_div(size, side) for size in plane)
     inside, outside = one.input.channels, one.output.channels
     size = 4 * transformed * (tiles * (inside + outside) + inside * outside)
-    return _of_all_groups(round_up(size, 16), one, found)
+    return _of_all_groups(round_up(size, 16), one, found, found.channels_last)
 
 
 def _one_group(found: _Convolution) -> _Convolution:
@@ -655,15 +656,11 @@ def _one_group(found: _Convolution) -> _Convolution:
     return found._replace(input=sides[0], output=sides[1], weight=found.weight // groups, groups=1)
 
 
-def _of_all_groups(size: int, one: _Convolution, found: _Convolution) -> int:
-    """Of a method that reads NCHW: one group's workspace and copies, for as many groups as run at a time."""
-    sides = one.input.bytes + one.output.bytes
-    if found.stride > 1:  # has made copies
-        return size * min(found.groups, _GROUPS_AT_A_TIME)
-    if found.channels_last:
-        size += sides + (one.weight * one.item if one.kernel > 1 else 0) + _COPY_EXTRA_BYTES
-    elif found.groups > 1 and found.batch > 1:
-        size += sides + _COPY_EXTRA_BYTES
+def _of_all_groups(size: int, one: _Convolution, found: _Convolution, copies: bool) -> int:
+    """One group's workspace, with copies in NCHW or without, for as many groups as run at a time."""
+    if copies:
+        weight = one.weight * one.item if found.channels_last and one.kernel > 1 else 0
+        size += one.input.bytes + one.output.bytes + weight + _COPY_EXTRA_BYTES
     return size * min(found.groups, _GROUPS_AT_A_TIME)
 
 
