@@ -7,6 +7,7 @@
     python -m benchmarks.accuracy.kernels convolutions --search --out FILE          # what the search takes
     python -m benchmarks.accuracy.kernels convolutions --any --out FILE             # of any shape
     python -m benchmarks.accuracy.kernels convolutions --products --out FILE        # with kernels of 1 x 1
+    python -m benchmarks.accuracy.kernels convolutions --depthwise --out FILE
     python -m benchmarks.accuracy.kernels convolutions --refused --out FILE         # without memory for them
     python -m benchmarks.accuracy.kernels compare-convolutions [FILE]   # anywhere
 
@@ -525,10 +526,10 @@ FREE = 24 << 20
 LONGEST = {1: 12, 2: 9, 3: 6}  # powers of two
 
 
-def any_convolutions(count: int, products: bool = False) -> list[dict[str, Any]]:
-    """A sample of shapes, always the same: oblong images and kernels, groups, dilation, transposed ones.
+def any_convolutions(count: int, products: bool = False, seed: int = 0) -> list[dict[str, Any]]:
+    """A sample of shapes, the same for a seed: oblong images and kernels, groups, dilation, transposed ones.
     With `products`, all kernels are 1 x 1."""
-    draw, cases = random.Random(0), list[dict[str, Any]]()
+    draw, cases = random.Random(seed), list[dict[str, Any]]()
     while len(cases) < count:
         rank = draw.choice((1, 2, 2, 3))
         side = 2 ** draw.uniform(2, LONGEST[rank])
@@ -556,6 +557,30 @@ def any_convolutions(count: int, products: bool = False) -> list[dict[str, Any]]
             {name: "x".join(map(str, values)) for name, values in sizes.items()}
             | {"groups": groups, "transposed": int(transposed), "dtype": draw.choice(("float32", "bfloat16"))}
             | {"channels_last": int(rank > 1 and draw.random() < 0.2)}
+        )
+    return cases
+
+
+def depthwise_convolutions(count: int) -> list[dict[str, Any]]:
+    """A sample of shapes, always the same."""
+    draw, cases = random.Random(0), list[dict[str, Any]]()
+    while len(cases) < count:
+        batch, channels = draw.choice((1, 4, 8, 16, 32, 64, 128)), draw.choice(ANY_CHANNELS[4:])
+        side, width = draw.choice((7, 14, 28, 32, 56, 64, 112)), draw.choice((3, 3, 5, 7, 9))
+        stride = draw.choice((1, 1, 2))
+        if batch * channels * side**2 * 4 > 1 << 29:
+            continue
+        sizes = {
+            "x": [batch, channels, side, side],
+            "w": [channels, 1, width, width],
+            "stride": [stride] * 2,
+            "padding": [width // 2] * 2,
+            "dilation": [1] * 2,
+        }
+        cases.append(
+            {name: "x".join(map(str, values)) for name, values in sizes.items()}
+            | {"groups": channels, "transposed": 0, "dtype": draw.choice(("float32", "float16", "bfloat16"))}
+            | {"channels_last": int(draw.random() < 0.5)}
         )
     return cases
 
@@ -664,6 +689,8 @@ def main() -> None:
     convolutions.add_argument("--table", action="store_true", help="the cases that predictions use")
     convolutions.add_argument("--any", action="store_true", help="of any shape, in one to three dimensions")
     convolutions.add_argument("--products", action="store_true", help="with kernels of 1 x 1")
+    convolutions.add_argument("--depthwise", action="store_true")
+    convolutions.add_argument("--seed", type=int, default=0, help="of --any and --products")
     convolutions.add_argument("--refused", action="store_true", help="without memory for the workspace")
     convolutions.add_argument("--search", action="store_true", help="with torch.backends.cudnn.benchmark")
     compared = commands.add_parser("compare-convolutions")
@@ -679,7 +706,9 @@ def main() -> None:
         elif given.refused:
             cases = largest_workspaces(given.count)
         elif given.any or given.products:
-            cases = any_convolutions(given.count, given.products)
+            cases = any_convolutions(given.count, given.products, given.seed)
+        elif given.depthwise:
+            cases = depthwise_convolutions(given.count)
         else:
             cases = convolution_cases(given.count)
         measure_convolutions(given.out, cases, given.refused)

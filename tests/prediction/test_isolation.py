@@ -385,7 +385,9 @@ def test_a_program_may_ask_git_and_start_others_only_if_allowed(folder):
     oomph.predict(made("subprocess.run(['git', '-C', 'a b', 'log', '--format=%h; %s'], capture_output=True)"))
     oomph.predict(made("subprocess.check_output(['nvidia-smi'])"))  # also on a machine without a GPU
     for missing in ("lspci", "no-such-program"):
-        oomph.predict(made(f"\ntry:\n    subprocess.run([{missing!r}])\nexcept FileNotFoundError:\n    pass\n"))
+        oomph.predict(
+            made(f"\ntry:\n    subprocess.run([{missing!r}])\nexcept FileNotFoundError:\n    pass\n")
+        )
     asked = "git symbolic-ref --short HEAD 2>/dev/null || git -C .. rev-parse --git-dir 2>&1; git status"
     oomph.predict(made(f"subprocess.run({asked!r}, shell=True, capture_output=True)"))
     question = "import sys, json; print(json.dumps(sys.path))"

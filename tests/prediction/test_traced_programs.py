@@ -281,6 +281,27 @@ def _orthogonal():
     model(torch.randn(2, 8, device="cuda")).sum().backward()
 
 
+def test_modules_whose_methods_are_scripted_are_traced_as_eager():
+    def step():
+        class Scripted(torch.jit.ScriptModule):
+            def __init__(self):
+                super().__init__()
+                self.activation = torch.nn.functional.relu
+                self.linear = nn.Linear(64, 64)
+
+            @torch.jit.script_method
+            def forward(self, x):
+                return self.activation(self.linear(x))
+
+        model = Scripted().cuda()
+        assert isinstance(model, torch.jit.ScriptModule)
+        assert not isinstance(model.linear, torch.jit.ScriptModule)
+        model(torch.randn(8, 64, device="cuda")).sum().backward()
+
+    prediction = oomph.predict(step, gpu="h200")
+    assert any("torch.jit" in note.text for note in prediction.notes)
+
+
 def _scripted():
     model = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1))).cuda()
     model(torch.randn(2, 4, device="cuda")).sum().backward()

@@ -331,6 +331,19 @@ def _run_compiled(patches: Patches, tracer: Tracer, placement: PlacementMode) ->
 
         return noted
 
+    scripted = torch.jit.ScriptModule
+
+    class OfScripts(type):
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return super().__instancecheck__(instance) or isinstance(instance, scripted)
+
+    class ScriptModule(nn.Module, metaclass=OfScripts):
+        """What a program derives its modules from, instead of torch.jit.ScriptModule, which compiles them."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            tracer.note("torch.jit is traced as eager: fused kernels may need less memory")
+
     def trace(program: Any, example_inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Runs the program once, as torch does. TensorBoard, which asks for the graph, gets an empty one."""
         tracer.note("torch.jit is traced as eager: fused kernels may need less memory")
@@ -347,6 +360,8 @@ def _run_compiled(patches: Patches, tracer: Tracer, placement: PlacementMode) ->
     patches.set(torch, "compile", compile)
     patches.set(*internals.GET_TRACE_GRAPH, get_trace_graph)
     patches.set(torch.jit, "script", script)
+    patches.set(torch.jit, "script_method", lambda method: method)
+    patches.set(torch.jit, "ScriptModule", ScriptModule)
     patches.set(torch.jit, "trace", trace)
     callback = internals.compiled_frame_callback()  # of what was compiled before the trace
     if callback is not None:
