@@ -552,6 +552,25 @@ def test_a_sparse_tensor_with_dense_dimensions_holds_the_rows_that_are_not_zero(
     assert rows.to_sparse() is rows
 
 
+@pytest.mark.parametrize(
+    ("op", "bytes"),
+    [
+        (lambda m: m * 0.5, 20_000),  # indices of 2 x 8 bytes an element, and values of 4
+        (lambda m: m / 0.5, 4_096),  # the same indices
+        (lambda m: m + m, 40_000),
+        (lambda m: m.sqrt(), 20_000),
+    ],
+)
+@in_trace()
+def test_elementwise_results_of_sparse_tensors_hold_indices_and_values(op, bytes):
+    indices = torch.randint(0, 100, (2, 1000), device="cuda")
+    matrix = torch.sparse_coo_tensor(indices, torch.rand(1000, device="cuda"), (100, 100))
+    before = torch.cuda.memory_allocated()
+    result = op(matrix)
+    assert torch.cuda.memory_allocated() - before == pytest.approx(bytes, abs=1024)
+    del result
+
+
 def test_sparse_products_of_the_wrong_shape_fail():
     def program():
         torch.eye(64, device="cuda").to_sparse() @ torch.ones(7, 4, device="cuda")

@@ -1022,6 +1022,10 @@ class _SparseTensors:
             raise UserError(
                 f"{op_name(func)} of {layout} tensors cannot be traced yet; make them dense"
             ) from error
+        sources = [each for each in tensors_in(args, kwargs) if each.layout is torch.sparse_coo]
+        in_place = any(out is each for each in sources)
+        if sources and not in_place and isinstance(out, torch.Tensor) and out.layout is torch.sparse_coo:
+            return self._elementwise(func, out, sources)
         given = [part for each in tensors_in(args, kwargs) for part in sparse_parts(each)]
         if not any(map(tracer.on_gpu, given)):
             return out
@@ -1034,6 +1038,21 @@ class _SparseTensors:
         if tracer.phase == "backward":
             tracer.mark_gradient(out)
         return out
+
+    def _elementwise(
+        self, func: OpOverload, out: torch.Tensor, sources: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """torch's fake result has no elements. A sum has those of all terms, a quotient its dividend's indices."""
+        indices, values = sparse_parts(sources[0])
+        terms = sources if func is aten.add.Tensor else sources[:1]
+        count = sum(sparse_parts(each)[0].size(1) for each in terms)
+        if func is not aten.div.Tensor:
+            shape = [indices.size(0), count]
+            indices = self._run_dense(aten.new_empty.default, (indices, shape), {})
+        options = {"dtype": out.dtype}
+        values = self._run_dense(aten.new_empty.default, (values, [count, *values.shape[1:]]), options)
+        coalesced = len(terms) == 1 and sources[0].is_coalesced()
+        return self._made((indices, values), out.shape, torch.sparse_coo, sources[0].dense_dim(), coalesced)
 
     def _converted(self, source: torch.Tensor, layout: torch.layout, dense_dim: int = 0) -> torch.Tensor:
         if source.layout is layout:
