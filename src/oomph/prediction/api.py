@@ -819,8 +819,8 @@ def _notes_on_prediction(
             yield Note("convolution workspaces are estimated: cuDNN was not asked")
         else:
             yield Note(
-                f"convolution workspaces are those that cuDNN {version} states; those of kernels of 1 x 1, "
-                "depthwise convolutions, Fourier transforms and parts of weight gradients' sums are estimated"
+                f"convolution workspaces are those that cuDNN {version} states; parts of sums, which depend "
+                "on how the card's multiprocessors are grouped, may take some MiB more or less"
             )
     if any(one.op == CUDNN_SEARCH and one.bytes for one in allocations):
         yield Note(

@@ -1042,7 +1042,8 @@ class _SparseTensors:
     def _elementwise(
         self, func: OpOverload, out: torch.Tensor, sources: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """torch's fake result has no elements. A sum has those of all terms, a quotient its dividend's indices."""
+        """torch's fake result has no elements. A sum has those of all terms; a quotient shares its dividend's
+        indices."""
         indices, values = sparse_parts(sources[0])
         terms = sources if func is aten.add.Tensor else sources[:1]
         count = sum(sparse_parts(each)[0].size(1) for each in terms)

@@ -29,6 +29,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from oomph import torch_internals as internals
+from oomph.errors import UserError
 from oomph.gpus import GPU
 from oomph.prediction.cuda.dispatch_keys import cuda_autocast, cuda_composites
 from oomph.prediction.cuda.rules import program_error
@@ -344,6 +345,17 @@ def _run_compiled(patches: Patches, tracer: Tracer, placement: PlacementMode) ->
             super().__init__(*args, **kwargs)
             tracer.note("torch.jit is traced as eager: fused kernels may need less memory")
 
+    def script_method(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(*args, **kwargs)
+            except TypeError as error:  # TorchScript's torch.exp takes a number
+                message = f"{method.__qualname__}, a torch.jit method, fails as eager: {error}"
+                raise UserError(message) from error
+
+        return run
+
     def trace(program: Any, example_inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Runs the program once, as torch does. TensorBoard, which asks for the graph, gets an empty one."""
         tracer.note("torch.jit is traced as eager: fused kernels may need less memory")
@@ -360,7 +372,7 @@ def _run_compiled(patches: Patches, tracer: Tracer, placement: PlacementMode) ->
     patches.set(torch, "compile", compile)
     patches.set(*internals.GET_TRACE_GRAPH, get_trace_graph)
     patches.set(torch.jit, "script", script)
-    patches.set(torch.jit, "script_method", lambda method: method)
+    patches.set(torch.jit, "script_method", script_method)
     patches.set(torch.jit, "ScriptModule", ScriptModule)
     patches.set(torch.jit, "trace", trace)
     callback = internals.compiled_frame_callback()  # of what was compiled before the trace
