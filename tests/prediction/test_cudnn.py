@@ -184,7 +184,7 @@ FORWARD, DATA, WEIGHT = None, (True, False, False), (False, True, False)
 def test_an_algorithm_that_cudnn_leaves_out_without_a_gpu_takes_what_was_measured(
     monkeypatch, algorithm, measured, input, weight, backward, options
 ):
-    monkeypatch.setattr(cudnn, "workspace", lambda conv_pass, gpu: algorithm)
+    monkeypatch.setattr(cudnn, "workspace", lambda *_: algorithm)
     assert (
         sum(size for size in convolution(input, weight, backward=backward, **options) if size > 0) == measured
     )
@@ -202,7 +202,7 @@ def test_an_algorithm_that_cudnn_leaves_out_without_a_gpu_takes_what_was_measure
 def test_parts_of_a_sum_are_added_where_none_are_stated(
     monkeypatch, measured, stated, input, weight, options
 ):
-    monkeypatch.setattr(cudnn, "workspace", lambda conv_pass, gpu: stated)
+    monkeypatch.setattr(cudnn, "workspace", lambda *_: stated)
     assert weight_gradient(input, weight, **options) == pytest.approx(measured, abs=512)
 
 

@@ -182,11 +182,12 @@ def version(gpu: GPU) -> str | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def workspace(conv_pass: ConvolutionPass, gpu: GPU) -> int | Algorithm | None:
+def workspace(conv_pass: ConvolutionPass, gpu: GPU, but: Algorithm | None = None) -> int | Algorithm | None:
     """Bytes of the algorithm that torch takes, or the algorithm's name if cuDNN does not state its workspace
-    without a GPU. None where cuDNN cannot be asked."""
+    without a GPU; of the next one, if it is `but`. None where cuDNN cannot be asked."""
     with contextlib.suppress(_Error):
-        return next(_workspaces(conv_pass, gpu, in_order=True), None)
+        listed = _workspaces(conv_pass, gpu, in_order=True)
+        return next((each for each in listed if each != but), None)
     return None
 
 

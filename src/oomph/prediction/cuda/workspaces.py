@@ -195,6 +195,7 @@ _VERY_LARGE_KERNEL = 98  # positions: above, float32 data gradients copy their o
 _COPY_EXTRA_BYTES, _SPLIT_EXTRA_BYTES = 16, 600  # bytes behind copies, and behind the parts of a split sum
 _FOURIER_TILE = 32  # rows and columns that data gradients by Fourier transforms compute at a time
 _PARTS_OF_DEPTHWISE = 8  # in which each sample's weight gradient is summed, in channels last
+_NARROW_KERNEL = 5  # rows or columns: up to it, Fourier transforms are not the fastest algorithm
 _GROUPS_AT_A_TIME = 8  # of Fourier transforms and Winograd's method
 _DATA_MIN_BYTES = 131  # what a data gradient takes that copies nothing
 
@@ -302,7 +303,9 @@ def _workspace(found: _Convolution, kind: Pass, gpu: GPU) -> int:
         return columns if has_columns and not found.depthwise else 0
     if found.depthwise and not _is_left_to_cudnn(found):
         return 0
-    taken = cudnn.workspace(_conv_pass(found, kind), gpu)
+    # Of 25 searches whose list begins with Fourier transforms, with such kernels, one took them.
+    slow = torch.backends.cudnn.benchmark and max(found.kernel_size) <= _NARROW_KERNEL
+    taken = cudnn.workspace(_conv_pass(found, kind), gpu, "fourier" if slow else None)
     if taken is not None:
         return _bytes_of(taken, found, kind, gpu)
     if found.depthwise:
