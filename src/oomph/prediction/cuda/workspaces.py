@@ -519,14 +519,7 @@ def _bytes_of(taken: int | cudnn.Algorithm, found: _Convolution, kind: Pass, gpu
         if kind != "weight":
             return 0
         return _partial_sums(found, gpu) if found.channels_last else found.batch * found.weight * 4
-    if kind != "weight" or found.item != 4 or found.groups > 1 or found.channels_last:
-        return taken
-    # Into how many parts a sum is split depends on how multiprocessors are grouped. Where cuDNN states copies
-    # and whole tiles of parts, or none, the card mostly takes as many as fit.
-    copies = _copies(found)
-    beyond_tiles = (taken - copies + _TOLERANCE) % (_TILE * _TILE * 4)
-    has_whole_tiles = taken > copies - _TOLERANCE and beyond_tiles < 2 * _TOLERANCE
-    return max(taken, copies + _partial_sums(found, gpu)) if has_whole_tiles else taken
+    return taken
 
 
 def _position(found: _Convolution) -> tuple[float, ...]:
