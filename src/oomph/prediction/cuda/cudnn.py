@@ -14,7 +14,7 @@ which the log states, the card has all.
 
 How many multiprocessors each cluster (GPC) of a card has is not part of its description. Kernels of its
 generation split sums so that all multiprocessors have a part. Of the parts on an H200, 80 to 95 % are
-those of `_parts_of_sums`; those that cuDNN states for it are mostly others.
+those of `parts_of_sums`; those that cuDNN states for it are mostly others.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def _workspaces(conv_pass: ConvolutionPass, gpu: GPU, in_order: bool) -> Iterato
         heuristics.set_descriptors(_Attribute.ENGINEHEUR_DEVICEPROP, card)
         heuristics.set(_Attribute.ENGINEHEUR_MODE, _Type.HEUR_MODE, mode)
         for listed in _listed(library, heuristics.finalize(), in_order):
-            if isinstance(listed, _LeftOut):
+            if isinstance(listed, LeftOut):
                 algorithm = _ENGINES_OF_GPU.get((conv_pass.kind, listed.engine))
                 if listed.lacks_driver:
                     yield "direct"
@@ -274,10 +274,10 @@ def _on_card(stated: int, plan: _Descriptor, conv_pass: ConvolutionPass, gpu: GP
     extra = (stated - copies) % tile_bytes
     if stated < copies or extra > _EXTRA_BYTES:
         return stated
-    return copies + extra + tile_bytes * _parts_of_sums(conv_pass, tile, cluster, slots)
+    return copies + extra + tile_bytes * parts_of_sums(conv_pass, tile, cluster, slots)
 
 
-def _parts_of_sums(
+def parts_of_sums(
     conv_pass: ConvolutionPass, tile: tuple[int, int], cluster: tuple[int, int], slots: int
 ) -> int:
     """How many tiles are held. Those of the last wave are split into as many parts as the multiprocessors
@@ -306,14 +306,14 @@ def _parts_of_sums(
     return last * parts if parts > 1 else 0
 
 
-class _LeftOut(NamedTuple):
+class LeftOut(NamedTuple):
     """From the list of configurations, for want of a GPU or because the card has no such engine either."""
 
     engine: int
     lacks_driver: bool
 
 
-def _listed(library: _Library, heuristics: _Descriptor, in_order: bool) -> Iterator[_Descriptor | _LeftOut]:
+def _listed(library: _Library, heuristics: _Descriptor, in_order: bool) -> Iterator[_Descriptor | LeftOut]:
     """Configurations, and engines that are left out. In cuDNN's order, if asked for: the log does not tell
     between which configurations an engine was left out, so they are read one more at a time."""
     total = heuristics.count(_Attribute.ENGINEHEUR_RESULTS)
@@ -321,20 +321,20 @@ def _listed(library: _Library, heuristics: _Descriptor, in_order: bool) -> Itera
     for count in range(1 if in_order else total, total + 1):
         with library.log() as log:
             found = heuristics.get_descriptors(_Attribute.ENGINEHEUR_RESULTS, _Kind.ENGINECFG, count)
-        left_out = list(_left_out(log))
-        yield from left_out[known:]
-        known = len(left_out)
+        missing = list(left_out(log))
+        yield from missing[known:]
+        known = len(missing)
         if not in_order:
             yield from found
         elif len(found) == count:
             yield found[-1]
 
 
-def _left_out(log: Sequence[str]) -> Iterator[_LeftOut]:
+def left_out(log: Sequence[str]) -> Iterator[LeftOut]:
     """Each engine is a line of the log, and the reasons are lines behind it."""
     _, *engines = _ENGINE_CONFIG.split("\n".join(log))
     for number, reasons in zip(engines[::2], engines[1::2], strict=True):
-        yield _LeftOut(int(number), _NO_DRIVER in reasons)
+        yield LeftOut(int(number), _NO_DRIVER in reasons)
 
 
 def has(algorithm: Algorithm, conv_pass: ConvolutionPass) -> bool:
