@@ -816,7 +816,9 @@ def _notes_on_prediction(
     if any(map(is_convolution_workspace, allocations)):
         version = cudnn.version(card)
         if version is None:
-            yield Note("convolution workspaces are estimated: cuDNN was not asked")
+            yield Note(
+                "convolution workspaces are estimated: cuDNN, which CUDA builds of torch have, is missing"
+            )
         else:
             yield Note(
                 f"convolution workspaces are those that cuDNN {version} states; parts of sums, which depend "
