@@ -817,7 +817,7 @@ def _notes_on_prediction(
         version = cudnn.version(card)
         if version is None:
             yield Note(
-                "convolution workspaces are estimated: cuDNN, which CUDA builds of torch have, is missing"
+                "convolution workspaces are estimated: cuDNN, which CUDA builds of torch have, was not asked"
             )
         else:
             yield Note(
