@@ -281,6 +281,32 @@ def _orthogonal():
     model(torch.randn(2, 8, device="cuda")).sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch hides it from users
+def test_gradients_of_what_is_written_into_a_host_tensor_come_back_to_the_gpu():
+    def step():
+        layer = nn.Linear(1, 32).cuda()
+        x = torch.randn(256, 10, device="cuda")
+        rows, copied = torch.empty(256, 10, 32), torch.empty(256, 32)
+        for column in range(10):
+            rows[:, column, :] = layer(x[:, column : column + 1])
+        copied.copy_(layer(x[:, :1]))
+        (rows.cuda().sum() + copied.cuda().sum()).backward()
+        assert layer.weight.grad.is_cuda
+
+    oomph.predict(step, gpu="h200")
+
+
+def test_numbers_of_the_gpu_in_a_list_make_a_tensor_of_the_host():
+    def step():
+        number = torch.Tensor([0.5]).cuda()
+        made = torch.Tensor([number, 2.0])
+        assert not made.is_cuda
+        assert made.shape == (2,)
+        (torch.ones(2, device="cuda", requires_grad=True) * made.cuda()).sum().backward()
+
+    oomph.predict(step, gpu="h200")
+
+
 def test_modules_whose_methods_are_scripted_are_traced_as_eager():
     def step():
         class Scripted(torch.jit.ScriptModule):

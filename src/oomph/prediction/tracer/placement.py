@@ -341,8 +341,22 @@ def _setitem(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, A
     if tracer.on_gpu(target) and masked and isinstance(value, (bool, int, float, complex)):
         with tracer.placing("host"):
             value = torch.full((), value, dtype=target.dtype)
+    value = _at_place_of(tracer, target, value)
     with tracer.placing("gpu" if tracer.on_gpu(target) and tracer.call.place is None else tracer.call.place):
         return func(target, index, value)
+
+
+def _copy(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    target, source, *rest = args
+    return func(target, _at_place_of(tracer, target, source), *rest, **kwargs)
+
+
+def _at_place_of(tracer: Tracer, target: torch.Tensor, source: Any) -> Any:
+    """A source that needs a gradient is copied to the host by itself: its gradient comes back to the GPU."""
+    needs_gradient = isinstance(source, torch.Tensor) and source.requires_grad and torch.is_grad_enabled()
+    if needs_gradient and tracer.on_gpu(source) and not tracer.on_gpu(target):
+        return move(tracer, source, "host")
+    return source
 
 
 def _getitem(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -389,6 +403,7 @@ _GETTERS = {
 _HANDLERS: dict[Any, Handler] = {
     _T.__setitem__: _setitem,
     _T.__getitem__: _getitem,
+    _T.copy_: _copy,
     _T.to: _to,
     _T.cuda: _cuda,
     _T.cpu: _cpu,
@@ -552,6 +567,17 @@ def install_default_device(patches: Patches, placement: PlacementMode) -> None:
     make = torch.Tensor.__new__
     context = getattr(internals.GLOBAL_DEVICE_CONTEXT, "device_context", None)
     before = context.device if context is not None else None
+    of_gpu: LegacyTensorType | None = None  # what torch.Tensor(...) makes
+
+    def new(cls: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if of_gpu is not None and cls is torch.Tensor:
+            return of_gpu(*args)
+        try:
+            return make(cls, *args, **kwargs)  # type: ignore[no-any-return]
+        except RuntimeError:
+            if not args or not isinstance(args[0], (list, tuple)):
+                raise
+            return make(cls, _with_numbers(args[0]), *args[1:], **kwargs)  # type: ignore[no-any-return]
 
     def set_default_device(device: Any) -> None:
         placement.default = None if device is None else torch.device(device)
@@ -560,15 +586,10 @@ def install_default_device(patches: Patches, placement: PlacementMode) -> None:
         """Also of torch.Tensor(...), to which a default device means nothing."""
         if isinstance(kind, str):
             kind = functools.reduce(getattr, kind.split(".")[1:], torch)
-        on_gpu = isinstance(kind, LegacyTensorType)
-        set_default_type(getattr(torch, kind.__name__) if on_gpu else kind)
-        set_default_device(DEVICE if on_gpu else None)
-
-        def new(cls: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-            made: torch.Tensor = kind(*args) if on_gpu and cls is torch.Tensor else make(cls, *args, **kwargs)
-            return made
-
-        patches.set(torch.Tensor, "__new__", new)
+        nonlocal of_gpu
+        of_gpu = kind if isinstance(kind, LegacyTensorType) else None
+        set_default_type(getattr(torch, kind.__name__) if of_gpu is not None else kind)
+        set_default_device(DEVICE if of_gpu is not None else None)
 
     def get_default_device() -> torch.device:
         return torch.empty(0).device  # asked of the mode, so that `with torch.device(...)` counts too
@@ -576,6 +597,7 @@ def install_default_device(patches: Patches, placement: PlacementMode) -> None:
     set_default(None)
     patches.callback(lambda: set_default(before))
     set_default_device(before)
+    patches.set(torch.Tensor, "__new__", new)
     patches.set(torch, "set_default_device", set_default_device)
     patches.set(torch, "get_default_device", get_default_device)
     patches.set(torch, "set_default_tensor_type", set_default_tensor_type)
