@@ -206,6 +206,10 @@ KERNELS: dict[str, Callable[[], Step]] = {
     "sort long": of(lambda a: a.sort()[0], x(8388608)),
     "topk": of(lambda a: a.topk(8, -1)[0], x(8192, 8192)),
     "topk few": of(lambda a: a.topk(2, -1)[0], x(16384, 64)),
+    "topk of most": of(lambda a: a.topk(7_000_000)[0], x(8388608)),
+    "topk of many rows": of(lambda a: a.topk(5000, -1)[0], x(64, 40000)),
+    "topk of columns": of(lambda a: a.topk(5000, 0)[0], x(40000, 16)),
+    "topk unsorted": of(lambda a: a.topk(7_000_000, sorted=False)[0], x(8388608)),
     "argmax": of(lambda a: a.argmax(-1).float(), x(8192, 8192, grad=False)),
     "gather": of(lambda a, n: a.gather(1, n), x(8192, 4096), i(4096, 8192, 512)),
     "scatter_add": of(

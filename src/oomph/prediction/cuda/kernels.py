@@ -870,12 +870,16 @@ def _sort(call: BoundArguments, gpu: GPU) -> list[int]:
     tensor = call["self"]
     if tensor.dim() == 0 or tensor.numel() == 0:
         return []
-    length = tensor.size(call["dim"])
+    is_dense = tensor.stride(call["dim"]) == 1
+    return _sorting(tensor.size(call["dim"]), tensor.numel(), tensor.element_size(), is_dense)
+
+
+def _sorting(length: int, n: int, key: int, is_dense: bool) -> list[int]:
+    """Of `n` keys in segments of `length`."""
     if length <= _SMALL_SORT:
         return [length * _INDEX]
-    n, key = tensor.numel(), tensor.element_size()
     # Along a dimension that is not the fastest, the input, the values and the indices are copied.
-    copies = [] if tensor.stride(call["dim"]) == 1 else [n * key, n * key, n * _INDEX]
+    copies = [] if is_dense else [n * key, n * key, n * _INDEX]
     segments = n // length
     if segments == 1 or length >= _LARGE_SORT:
         return [*copies, length * _INDEX, radix_sort_bytes(length, key, _INDEX)]
@@ -886,6 +890,7 @@ def _sort(call: BoundArguments, gpu: GPU) -> list[int]:
     return [*copies, n * _INDEX, _cub_layout(n * key, n * _INDEX)]
 
 
+_TOPK_SORTED_IN_PLACE = 4096  # elements, up to which a kernel sorts a row without memory
 _TOPK_THREADS = 256
 _TOPK_BLOCKS_PER_MULTIPROCESSOR = 6  # by the registers that its kernel uses
 # Up to so many rows, rows at least so long are each split over several blocks.
@@ -893,10 +898,22 @@ _TOPK_SPLIT = ((20, 20000), (40, 10000), (80, 8000), (199, 5000), (799, 3000), (
 
 
 @temporaries(aten.topk.default)
-def _topk(call: BoundArguments, gpu: GPU) -> list[int]:
+def _topk(call: BoundArguments, gpu: GPU) -> list[Temporary]:
     tensor = call["self"]
     length = tensor.size(call["dim"]) if tensor.dim() else 1
     rows = tensor.numel() // max(length, 1)
+    selected = _selecting(tensor, length, rows, gpu)
+    if not call["sorted"] or call["k"] <= _TOPK_SORTED_IN_PLACE:
+        return [*selected]
+    # The selected are sorted like any tensor, and their indices gathered (native/cuda/TensorTopK.cpp).
+    n, key = rows * call["k"], tensor.element_size()
+    is_dense = call["dim"] in (-1, tensor.dim() - 1)
+    sort = [NEXT_RESULT, NEXT_RESULT, *selected, *_freed(selected), n * key, n * _INDEX]
+    temporary = _sorting(call["k"], n, key, is_dense)
+    return [*sort, *temporary, *_freed(temporary), n * _INDEX]
+
+
+def _selecting(tensor: Tensor, length: int, rows: int, gpu: GPU) -> list[int]:
     copy = contiguous_copy_bytes(tensor)
     if length < next((least for most, least in _TOPK_SPLIT if rows <= most), 400):
         return [copy]
