@@ -185,6 +185,17 @@ def test_topk_counts_digits_per_block_where_rows_are_long():
     assert taken(aten.topk.default, meta(16384, 64), 2) == []
 
 
+def test_topk_of_many_sorts_what_it_selects_and_gathers_the_indices():
+    sizes = taken(aten.topk.default, meta(64, 40000), 5000)
+    values, indices = 64 * 5000 * 4, 64 * 5000 * 8
+    assert sizes.count(values) >= 1
+    assert sizes[-1] == indices  # gathered
+    assert sum(sizes) < sum(size for size in sizes if size > 0)  # what selects is freed before
+    unsorted = taken(aten.topk.default, meta(64, 40000), 5000, -1, True, False)
+    assert sizes[: len(unsorted)] == unsorted
+    assert values not in unsorted
+
+
 def test_a_scan_casts_whole_numbers_and_copies_what_is_strided():
     assert taken(aten.cumsum.default, meta(8, 512, dtype=torch.bool), 1) == [32768]
     assert taken(aten.cumsum.default, meta(16777216), 0) == [70911]
