@@ -537,6 +537,27 @@ def test_sparse_gradients_hold_the_rows_that_were_used():
     assert predicted(False, torch.optim.SGD).peak.allocated >= 8 * MiB
 
 
+def test_equal_rows_of_a_sparse_gradient_become_one_where_it_is_coalesced():
+    def train():
+        model = nn.Embedding(64, 4096, sparse=True).cuda()
+        updates = torch.optim.SparseAdam(list(model.parameters()))
+        ids = torch.randint(0, 64, (4096,)).cuda()
+
+        def step():
+            model(ids).sum().backward()
+            assert not model.weight.grad.is_coalesced()
+            gradient = model.weight.grad.coalesce()
+            assert gradient._nnz() <= 64
+            updates.step()
+            updates.zero_grad()
+
+        return step
+
+    found = oomph.predict(train)
+    in_step = [one for one in found.allocations if one.stage == "optimizer step" and one.shape]
+    assert max(one.bytes for one in in_step) <= 64 * 4096 * 4
+
+
 @pytest.mark.parametrize(
     ("rows", "columns", "count", "width", "coalesced", "forward", "backward"),
     [  # bytes requested on an H200, torch 2.11

@@ -945,14 +945,15 @@ class _SparseTensors:
         is_coo = source.layout is torch.sparse_coo
         transposes = is_coo and func in _TRANSPOSES
         if func in _COPIES or transposes:
-            held = self._keys(source) if func is aten._coalesce.default else ()
+            if func is aten._coalesce.default:
+                return self._coalesced(source)
             parts = [self._run_dense(aten.clone.default, (part,), {}) for part in sparse_parts(source)]
-            del held
             shape = list(source.shape)
             if transposes:
                 first, second = args[1:] or (0, 1)
                 shape[first], shape[second] = shape[second], shape[first]
-            return self._made(parts, shape, source.layout, source.dense_dim(), not transposes)
+            coalesced = is_coo and not transposes and source.is_coalesced()
+            return self._made(parts, shape, source.layout, source.dense_dim(), coalesced)
         if func is aten._to_copy.default:
             options = {name: value for name, value in kwargs.items() if name != "layout"}
             indices = {**options, "dtype": None}
@@ -999,6 +1000,20 @@ class _SparseTensors:
             del rows, columns, copy
         del zeros
         return out  # type: ignore[no-any-return]
+
+    def _coalesced(self, source: torch.Tensor) -> torch.Tensor:
+        """Equal indices become one: as many as are known to differ, and not more than there are."""
+        indices, values = sparse_parts(source)
+        known = self._tracer.values.known(indices)
+        if known is not None:
+            count = known.unique(dim=1).size(1)
+        else:
+            count = min(indices.size(1), math.prod(source.shape[: source.sparse_dim()]))
+        keys = self._keys(source)
+        shapes = (indices, [indices.size(0), count]), (values, [count, *values.shape[1:]])
+        parts = [self._run_dense(aten.new_empty.default, each, {}) for each in shapes]
+        del keys
+        return self._made(parts, source.shape, torch.sparse_coo, source.dense_dim())
 
     def _keys(self, sparse: torch.Tensor) -> list[torch.Tensor]:
         """What coalescing holds (native/sparse/cuda/SparseCUDATensor.cu): keys, sorted keys and positions."""
