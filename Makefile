@@ -28,7 +28,7 @@ help:
 setup: $(STAMP)
 
 # Made again when what is to be installed changes; otherwise the second call costs nothing.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml lab/pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { \
 		echo "error: $(PYTHON) was not found; install Python 3.11 or newer, or give PYTHON=/path/to/python" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -38,8 +38,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/pip || { echo "== creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "== installing torch into $(VENV) (the largest part; minutes on a slow line)"
 	@$(PIP) torch
-	@echo "== installing oomph and its tools"
-	@$(PIP) -e '.[dev]'
+	@echo "== installing oomph, oomph-lab and their tools"
+	@$(PIP) -e '.[dev]' -e lab
 	@touch $@
 
 # Exit status 1 means "does not fit", which is an answer; anything above it is a failure.
@@ -83,4 +83,4 @@ format: $(STAMP)
 	@$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) build dist src/*.egg-info lab/build lab/dist lab/src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -10,5 +10,4 @@ case "$mode" in
         ;;
 esac
 shift
-here=$(dirname "${BASH_SOURCE[0]}")
-exec "$here/oomph" train "$here/../configs/npt_${mode}.yaml" "$@"
+exec "$(dirname "${BASH_SOURCE[0]}")/oomph" train "npt_${mode}" "$@"

@@ -1,5 +1,0 @@
-"""The five reference systems: `model.py` is the implementation to use, `naive.py` the one from the report."""
-
-from oomph.systems.registry import FORMS, SYSTEMS, System, find_system
-
-__all__ = ["FORMS", "SYSTEMS", "System", "find_system"]

@@ -1,5 +1,0 @@
-"""The long-context 4B decoder of field report 002."""
-
-from oomph.systems.longctx.model import PRESETS, LongContext, LongContextConfig
-
-__all__ = ["PRESETS", "LongContext", "LongContextConfig"]

@@ -1,5 +1,0 @@
-"""NPT, the neuro-plastic transformer of field report 003: attention changes the MLP's weights, per token."""
-
-from oomph.systems.npt.model import PRESETS, NPComponent, NPTConfig, NPTModel, NPTOptimization, convert
-
-__all__ = ["PRESETS", "NPComponent", "NPTConfig", "NPTModel", "NPTOptimization", "convert"]
