@@ -1,271 +1,43 @@
 """A torch.cuda that answers for the fake GPU, on builds with and without CUDA alike.
 
-Nothing here reaches a driver: on a machine with a real GPU, a trace leaves it alone. Streams and events do
-nothing but report who waits for whom: a trace runs one op after the other, and what would run concurrently on
-a GPU follows from the stream of each op and from the waits between streams, in program order.
+torch.cuda's own Python functions stay, with their names, signatures and errors: what they call in torch._C is
+replaced. Nothing here reaches a driver: on a machine with a real GPU, a trace leaves it alone. Streams and
+events do nothing but report who waits for whom: a trace runs one op after the other, and what would run
+concurrently on a GPU follows from the stream of each op and from the waits between streams, in program order.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
-import importlib.util
-import itertools
-import mmap
+import enum
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
-from importlib.abc import MetaPathFinder
+from collections.abc import Callable
 from pathlib import Path
-from types import CodeType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from oomph import torch_internals as internals
 from oomph.gpus import GPU
 from oomph.prediction.cuda.attention import SHIPPED_CUDNN
+from oomph.prediction.patches import Patches
+from oomph.prediction.tracer.streams import (
+    DEVICE,
+    AnyEvent,
+    AnyStream,
+    Event,
+    ExternalStream,
+    Stream,
+    Streams,
+    current_streams,
+    named,
+    numbers,
+)
 
 if TYPE_CHECKING:
-    from oomph.prediction.tracer.tracer import AllocationRecorder
-
-DEVICE = torch.device("cuda:0")
-
-
-_INHERITED = object()
-
-
-class _ReplacedAttribute(NamedTuple):
-    owner: Any
-    name: str
-    before: Any
-    value: Any
-
-    def undo(self) -> None:
-        if self.before is _INHERITED:
-            delattr(self.owner, self.name)
-        else:
-            setattr(self.owner, self.name, self.before)
-
-
-class _ImportHook(MetaPathFinder):
-    """Calls `imported` as soon as the program has imported a module."""
-
-    def __init__(self, module: str, imported: Callable[[], None]) -> None:
-        self._module, self._imported = module, imported
-        self._asks_others = False
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Also called by programs that only ask whether the module is installed."""
-        if name != self._module or self._asks_others:
-            return None
-        self._asks_others = True
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self._asks_others = False
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def execute_and_call(module: Any) -> None:
-            self.remove()
-            execute(module)
-            self._imported()
-
-        spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
-        return spec
-
-    def remove(self) -> None:
-        with contextlib.suppress(ValueError):
-            sys.meta_path.remove(self)
-
-
-class Patches(contextlib.ExitStack):
-    """Attributes replaced one after the other, and put back in reverse order, whatever happened between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._replaced: list[_ReplacedAttribute] = []
-
-    def set(self, owner: Any, name: str, value: Any, missing_ok: bool = False) -> None:
-        """Replace `owner.name`, which must exist. An inherited attribute is removed again, not frozen in."""
-        if not missing_ok:
-            internals.check_attribute(owner, name)
-        replaced = _ReplacedAttribute(owner, name, vars(owner).get(name, _INHERITED), value)
-        self.callback(replaced.undo)
-        self._replaced.append(replaced)
-        setattr(owner, name, value)
-
-    def when_imported(self, module: str, imported: Callable[[], None]) -> None:
-        """Call `imported` now, or once the program has imported a module that few programs use."""
-        if module in sys.modules:
-            imported()
-        else:
-            hook = _ImportHook(module, imported)
-            sys.meta_path.insert(0, hook)
-            self.callback(hook.remove)
-
-    def has_replaced(self, value: Any) -> bool:
-        """Whether a function, its code or a class is what an attribute was before."""
-        before = [each.before for each in self._replaced]
-        if isinstance(value, CodeType):
-            return any(getattr(each, "__code__", None) is value for each in before)
-        return callable(value) and any(each is value for each in before)
-
-    @contextlib.contextmanager
-    def suspended(self, keep: Collection[Any]) -> Iterator[None]:
-        """Put the attributes of all owners but `keep` back for the duration."""
-        suspended = [each for each in self._replaced if each.owner not in keep]
-        for each in reversed(suspended):
-            each.undo()
-        try:
-            yield
-        finally:
-            for each in suspended:
-                setattr(each.owner, each.name, each.value)
-
-
-# ---------------------------------------------------------------------------------------------- streams
-
-_numbers = itertools.count(1)  # 0 is the default stream, or no event
-# Receives "record event", "wait event", "synchronize" and "synchronize device", with the stream and the
-# event.
-StreamListener = Callable[[str, int, int], None]
-
-
-class Stream:
-    """Has memory pools and a timeline of its own."""
-
-    device = DEVICE
-    device_index = 0
-    device_type = 1  # of CUDA
-    priority = 0
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.stream_id = next(_numbers)
-        self._contexts: list[StreamContext] = []
-
-    @property
-    def cuda_stream(self) -> int:
-        return self.stream_id
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stream) and other.stream_id == self.stream_id
-
-    def __hash__(self) -> int:
-        return self.stream_id
-
-    def __enter__(self) -> Stream:
-        self._contexts.append(StreamContext(self))
-        self._contexts[-1].__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._contexts.pop().__exit__()
-
-    def query(self) -> bool:
-        return True
-
-    def is_capturing(self) -> bool:
-        return False
-
-    def synchronize(self) -> None:
-        streams.report("synchronize", self.stream_id)
-
-    def wait_stream(self, stream: Any) -> None:
-        event = StreamEvent()
-        event.record(stream)
-        event.wait(self)
-
-    def wait_event(self, event: Any) -> None:
-        if isinstance(event, StreamEvent):  # else one of a real GPU, from before the trace
-            event.wait(self)
-
-    def record_event(self, event: Any = None) -> Any:
-        event = event or StreamEvent()
-        event.record(self)
-        return event
-
-
-class StreamEvent:
-    """Stands for torch.cuda.Event."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.event_id = next(_numbers)
-
-    def record(self, stream: Any = None) -> None:
-        streams.report("record event", (stream or streams.current).stream_id, self.event_id)
-
-    def wait(self, stream: Any = None) -> None:
-        streams.report("wait event", (stream or streams.current).stream_id, self.event_id)
-
-    def synchronize(self) -> None:
-        streams.report("synchronize", 0, self.event_id)
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, other: Any) -> float:
-        return 1.0
-
-
-class StreamContext:
-    """Stands for torch.cuda.stream. With None the current stream stays.
-
-    A stream of a real GPU, from before the trace, works too: only its number is read.
-    """
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self._before: Any = None
-
-    def __enter__(self) -> None:
-        self._before = streams.current
-        streams.set_current(self._stream)
-
-    def __exit__(self, *error: Any) -> None:
-        streams.current = self._before
-
-
-class Streams:
-    """The streams of one trace."""
-
-    def __init__(self) -> None:
-        self.default = Stream()
-        self.default.stream_id = 0
-        self.current: Any = self.default
-        self.listener: StreamListener | None = None
-        self.on_synchronize: Callable[[], None] | None = None
-        self._numbers = {0: 0}  # stream id -> in the order of first use
-
-    @property
-    def several(self) -> bool:
-        """Whether the program has used a stream beside the default one."""
-        return len(self._numbers) > 1
-
-    def number(self, stream: Any) -> int:
-        return self._numbers.setdefault(stream.stream_id, len(self._numbers))
-
-    def report(self, what: str, stream: int = 0, event: int = 0) -> None:
-        if self.listener is not None:
-            self.listener(what, stream, event)
-        if self.on_synchronize is not None and what.startswith("synchronize"):
-            self.on_synchronize()
-
-    def set_current(self, stream: Any) -> None:
-        if stream is not None:
-            self.number(stream)
-            self.current = stream
-
-
-streams = Streams()  # of the trace that runs; replaced for its duration
-
-
-def current_streams() -> Streams:
-    return streams
-
+    from oomph.prediction.tracer.recorder import AllocationRecorder, PinnedMemory
 
 # ---------------------------------------------------------------------------------------------- torch.cuda
 
@@ -285,53 +57,93 @@ class NullContext(contextlib.ContextDecorator):
         pass
 
 
+@named("torch.cuda.graphs", "CUDAGraph")
 class CudaGraph:
     """Stands for torch.cuda.CUDAGraph. What it captures runs once, as it would outside of a graph."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, keep_graph: bool = False) -> None:
         pass
 
     def pool(self) -> tuple[int, int]:
         return (0, 0)
 
-    capture_begin = capture_end = instantiate = replay = reset = enable_debug_mode = debug_dump = _nothing
+    def raw_cuda_graph(self) -> int:
+        return 1
+
+    raw_cuda_graph_exec = raw_cuda_graph
+    register_generator_state = capture_begin = capture_end = instantiate = replay = reset = (
+        enable_debug_mode
+    ) = debug_dump = _nothing
+
+
+@named("torch.cuda.memory", "MemPool")
+class MemoryPool:
+    """Stands for torch.cuda.MemPool, whose allocations are those of the program here."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.id = (0, next(numbers))
+        self.allocator = None
+
+    def use_count(self) -> int:
+        return 1
+
+    def snapshot(self, include_traces: bool = True) -> list[Any]:
+        return []
 
 
 def _answer(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 
 
-def install_fake_cuda(patches: Patches, gpu: GPU, recorder: AllocationRecorder) -> None:
+def gpus_of_node(ranks: int) -> int:
+    """As many as a node has, eight at most, if all nodes have the same number."""
+    return next(number for number in range(8, 0, -1) if ranks % number == 0)
+
+
+def show_devices(number: int) -> None:
+    """What a program sees of the GPUs of its node: `number` of them, each with a generator."""
+    current_streams().devices = number
+    torch.cuda.default_generators = tuple(  # type: ignore[assignment]
+        torch.Generator(torch.device("cuda", index)) for index in range(number)
+    )
+
+
+def install_fake_cuda(patches: Patches, gpu: GPU, recorder: AllocationRecorder, pinned: PinnedMemory) -> None:
     """Answer torch.cuda's questions from the catalogue for as long as `patches` last."""
     own = Streams()
     own.on_synchronize = recorder.synchronize
-    patches.set(sys.modules[__name__], "streams", own)
-    for owner, answers in (
-        (torch.cuda, cuda := _cuda_answers(gpu, recorder, own)),
-        (torch.accelerator, _accelerator_answers(cuda, own)),
-        (torch.cuda.nvtx, dict.fromkeys(("range_push", "range_pop", "mark"), _nothing)),
-    ):
-        for name, function in answers.items():
-            if not hasattr(owner, name):  # of a later torch
-                continue
-            patches.set(owner, name, function)
-            for module in (torch.cuda.memory, torch.cuda.random) if owner is torch.cuda else ():
-                if hasattr(module, name):
-                    patches.set(module, name, function)
-    patches.set(torch.cuda.nvtx, "range", NullContext)
+    patches.set(sys.modules[Streams.__module__], "streams", own)
+    _make_generators_on_host(patches)
+    for name, function in _driver_answers(gpu, recorder, own).items():
+        patches.set(internals.CUDA_DRIVER, name, function, missing_ok=True)
+        if hasattr(torch.cuda.memory, name):
+            patches.set(torch.cuda.memory, name, function)
+    for name, value in _cuda_answers(gpu, recorder, own).items():
+        if not hasattr(torch.cuda, name):  # of a later torch
+            continue
+        before = getattr(torch.cuda, name)
+        for module in _CUDA_MODULES:
+            if vars(module).get(name, own) is before:
+                patches.set(module, name, value)
+    patches.set(torch, "Stream", AnyStream)
+    patches.set(torch, "Event", AnyEvent)
+    patches.set(torch.cuda, "default_generators", ())
+    show_devices(1)
+    patches.set(torch.cuda.nvtx, "_nvtx", _Nvtx())
     patches.set(torch, "device", _Device)
     patches.set(torch.version, "cuda", _CUDA_VERSION)
     patches.set(torch.backends.cuda, "is_built", _answer(True))
     patches.set(torch.backends.cudnn, "is_available", _answer(True))
     patches.set(torch.backends.cudnn, "version", _answer(_CUDNN_VERSION))
+    patches.set(torch.backends.cudnn, "is_acceptable", _is_acceptable_to_cudnn)
+    patches.set(torch.backends.cuda, "cufft_plan_cache", _PlanCache())
     for name in _LEGACY_TYPES:
-        patches.set(torch.cuda, name, LegacyTensorType(name, (), {"dtype": _LEGACY_TYPES[name]}))
+        made = LegacyTensorType(name, (), {"dtype": _LEGACY_TYPES[name], "__module__": "torch.cuda"})
+        patches.set(torch.cuda, name, made)
     patches.set(*internals.ACCELERATOR, _answer(torch.device("cuda")))  # of device meshes
-    patches.set(*internals.CUDA_LAZY_INIT, _nothing)
-    patches.set(*internals.CUDA_RAW_STREAM, _answer(0), missing_ok=True)
     activities = {torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA}
     patches.set(*internals.PROFILER_ACTIVITIES, _answer(activities))
-    _load_no_cuda_library(patches, gpu, recorder)
+    _load_no_cuda_library(patches)
     patches.set(*internals.CUDA_RECORD_MEMORY_HISTORY, _nothing)
 
     def record_stream(tensor: torch.Tensor, s: Any) -> None:
@@ -339,28 +151,72 @@ def install_fake_cuda(patches: Patches, gpu: GPU, recorder: AllocationRecorder) 
             recorder.record_stream(tensor, own.number(s))
 
     patches.set(torch.Tensor, "record_stream", record_stream)
-    patches.set(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor)
+    patches.set(torch.Tensor, "pin_memory", lambda tensor, device=None: pinned.add(tensor))
     # Checkpointing asks this when no argument is a tensor, and remembers the answer for the process.
     patches.set(*internals.CHECKPOINT_DEFAULT_DEVICE, "cuda")
 
 
+def _make_generators_on_host(patches: Patches) -> None:
+    """A random generator of the GPU needs a driver; its numbers are not drawn in a trace."""
+
+    made_by_torch = torch.Generator
+
+    class AnyGenerator(type(torch.Generator)):  # type: ignore[misc]
+        def __instancecheck__(cls, value: object) -> bool:  # also what torch.manual_seed returns
+            return isinstance(value, made_by_torch)
+
+    @named("torch._C", "Generator")
+    class Generator(torch.Generator, metaclass=AnyGenerator):
+        def __new__(cls, device: Any = "cpu") -> Any:
+            made: Any = super().__new__(cls, "cpu")  # type: ignore[call-arg]
+            asked = torch.device("cpu" if device is None else device)
+            if asked.type == "cuda":
+                made.__class__ = GpuGenerator
+                made.offset = 0
+            made.asked = asked
+            return made
+
+        device = property(lambda self: self.asked)
+
+    @named("torch._C", "Generator")
+    class GpuGenerator(Generator):
+        """Its state is a seed and an offset."""
+
+        def get_state(self) -> torch.Tensor:
+            given = self.initial_seed().to_bytes(8, "little") + self.offset.to_bytes(8, "little")
+            with internals.disable_dispatch_modes(), internals.disable_torch_function():
+                return torch.tensor(list(given), dtype=torch.uint8, device="cpu")
+
+        def set_state(self, new_state: torch.Tensor) -> Generator:
+            if not isinstance(new_state, internals.FakeTensor):
+                with internals.disable_dispatch_modes(), internals.disable_torch_function():
+                    given = bytes(new_state.tolist())
+                self.manual_seed(int.from_bytes(given[:8], "little"))
+                self.offset = int.from_bytes(given[8:], "little")
+            return self
+
+        def get_offset(self) -> int:
+            return self.offset  # type: ignore[no-any-return]
+
+        def set_offset(self, offset: int) -> Generator:
+            self.offset = offset
+            return self
+
+        def clone_state(self) -> Any:
+            made: Any = torch.Generator(self.device)
+            made.manual_seed(self.initial_seed())
+            return made.set_offset(self.offset)
+
+        graphsafe_get_state = clone_state
+
+        def graphsafe_set_state(self, _new_state: torch.Generator) -> Generator:
+            return self
+
+    patches.set(torch, "Generator", Generator)
+
+
 class CudaLibrary:
     """Stands for a shared library of CUDA kernels, loaded with ctypes: its functions do nothing."""
-
-    def __init__(self, recorder: AllocationRecorder) -> None:
-        mapped: list[Any] = []
-
-        def cget_managed_ptr(size: Any) -> int:
-            """Unified memory for bitsandbytes' paged optimizers. The host takes a page once it is written."""
-            recorder.note_once(
-                "paged optimizer states are in unified memory, outside of torch's allocator: none of it is "
-                "counted",
-                None,
-            )
-            mapped.append(mmap.mmap(-1, size.value))
-            return ctypes.addressof(ctypes.c_char.from_buffer(mapped[-1]))
-
-        self.cget_managed_ptr = cget_managed_ptr
 
     def __getattr__(self, name: str) -> Any:
         def function(*args: Any) -> int:
@@ -372,43 +228,11 @@ class CudaLibrary:
     __getitem__ = __getattr__
 
 
-class ManagementLibrary(ctypes.CDLL):
-    """Stands for NVML, the library behind nvidia-smi that programs ask with pynvml for the memory in use."""
-
-    gpu: GPU
-    recorder: AllocationRecorder
-
-    def __getitem__(self, name: str) -> Any:
-        def function(*args: Any) -> int:
-            """Writes its answer to what its last arguments refer to. Where it has none, zeros stay there."""
-            out: Any = getattr(args[-1], "_obj", None) if args else None
-            if name.startswith("nvmlDeviceGetCount"):
-                out.value = 1
-            elif name.startswith("nvmlDeviceGetMemoryInfo"):
-                out.total, out.used = self.gpu.memory, self.recorder.live_bytes
-                out.free = max(out.total - out.used, 0)
-            elif name == "nvmlDeviceGetName":
-                args[1].value = self.gpu.title.encode()
-            elif name == "nvmlDeviceGetCudaComputeCapability":
-                args[1]._obj.value, out.value = self.gpu.capability
-            return 0  # success
-
-        return function
-
-
-def _load_no_cuda_library(patches: Patches, gpu: GPU, recorder: AllocationRecorder) -> None:
-    load, init = ctypes.LibraryLoader.LoadLibrary, ctypes.CDLL.__init__
-
-    def init_library(library: Any, name: Any, *args: Any, **kwargs: Any) -> None:
-        if str(name).startswith("libnvidia-ml.so"):
-            library.__class__, library.gpu, library.recorder = ManagementLibrary, gpu, recorder
-        else:
-            init(library, name, *args, **kwargs)
-
-    patches.set(ctypes.CDLL, "__init__", init_library)
+def _load_no_cuda_library(patches: Patches) -> None:
+    load = ctypes.LibraryLoader.LoadLibrary
 
     def load_library(loader: Any, name: Any) -> Any:
-        return CudaLibrary(recorder) if "_cuda" in Path(str(name)).name else load(loader, name)
+        return CudaLibrary() if "_cuda" in Path(str(name)).name else load(loader, name)
 
     patches.set(ctypes.LibraryLoader, "LoadLibrary", load_library)
 
@@ -424,6 +248,7 @@ class _DeviceType(type):
         return _torch_device(*args, **kwargs)
 
 
+@named("torch", "device")
 class _Device(metaclass=_DeviceType):
     """torch.device, to which a bare number is a GPU, whether torch sees one or not."""
 
@@ -431,6 +256,7 @@ class _Device(metaclass=_DeviceType):
 _torch_device = torch.device
 _CUDA_VERSION = torch.version.cuda or "13.0"  # of a build for CPUs: as of the builds for CUDA
 _CUDNN_VERSION = internals.cudnn_version() or SHIPPED_CUDNN
+_NCCL_VERSION = 2 << 32 | 28 << 16 | 9  # that torch 2.11 comes with
 _LEGACY_TYPES = {
     "FloatTensor": torch.float32,
     "DoubleTensor": torch.float64,
@@ -445,6 +271,12 @@ _LEGACY_TYPES = {
 }
 
 
+def _is_acceptable_to_cudnn(tensor: torch.Tensor) -> bool:
+    dtypes = (torch.half, torch.bfloat16, torch.float, torch.double)
+    return torch.backends.cudnn.enabled and tensor.is_cuda and tensor.dtype in dtypes
+
+
+@named("torch", "tensortype")
 class LegacyTensorType(type):
     """torch.cuda.FloatTensor(2, 3), torch.cuda.LongTensor([1, 2]), x.type(torch.cuda.FloatTensor)"""
 
@@ -465,14 +297,79 @@ _SHARED_MEMORY = {(8, 0): 166912, (9, 0): 232448, (10, 0): 232448, (10, 3): 2324
 _LESS_SHARED_MEMORY = 101376
 
 
+L2_CACHE = 60 << 20  # bytes of an H200's
+
+
 def shared_memory(gpu: GPU) -> int:
     """Bytes that a block can have at most."""
     return _SHARED_MEMORY.get(gpu.capability, _LESS_SHARED_MEMORY)
 
 
-def _cuda_answers(gpu: GPU, recorder: AllocationRecorder, own: Streams) -> dict[str, Callable[..., Any]]:
+@named("torch._C", "_CudaDeviceProperties")
+class _DeviceProperties(SimpleNamespace):
+    def __repr__(self) -> str:
+        size, cache = self.total_memory >> 20, self.L2_cache_size >> 20
+        return (
+            f"_CudaDeviceProperties(name='{self.name}', major={self.major}, minor={self.minor}, "
+            f"total_memory={size}MB, multi_processor_count={self.multi_processor_count}, uuid={self.uuid}, "
+            f"pci_bus_id={self.pci_bus_id}, pci_device_id={self.pci_device_id}, "
+            f"pci_domain_id={self.pci_domain_id}, L2_cache_size={cache}MB)"
+        )
+
+
+class _CudaError(enum.IntEnum):
+    """Of the CUDA runtime."""
+
+    success = 0
+
+
+class _Runtime:
+    """Stands for torch.cuda.cudart(): its functions succeed."""
+
+    cudaError = _CudaError
+
+    def __init__(self, memory: Callable[[], tuple[int, int]]) -> None:
+        self._memory = memory
+
+    def cudaMemGetInfo(self, device: int) -> tuple[int, int]:
+        return self._memory()
+
+    def cudaGetErrorString(self, error: Any) -> str:
+        return "no error"
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("cuda"):
+            raise AttributeError(name)
+        return _answer(_CudaError.success)
+
+
+class _PlanCache:
+    """Stands for torch.backends.cuda.cufft_plan_cache, which is empty."""
+
+    size, max_size, clear = 0, 4096, _nothing
+
+    def __getitem__(self, device: Any) -> _PlanCache:
+        return self
+
+
+class _Nvtx:
+    """Stands for the module behind torch.cuda.nvtx, where no profiler listens."""
+
+    def rangeStartA(self, message: str) -> int:
+        return next(numbers)
+
+    rangePushA = rangePop = _answer(-2)
+    deviceRangeStart = _answer(0)
+    markA = rangeEnd = deviceRangeEnd = _nothing
+
+
+_CUDA_MODULES = [torch.cuda, torch.cuda.memory, torch.cuda.random, torch.cuda.streams, torch.cuda.graphs]
+
+
+def _cuda_answers(gpu: GPU, recorder: AllocationRecorder, own: Streams) -> dict[str, Any]:
+    """What is replaced in torch.cuda itself: classes of torch._C, and what asks the machine beside it."""
     major, minor = gpu.capability
-    properties = SimpleNamespace(
+    properties = _DeviceProperties(
         name=gpu.title,
         total_memory=gpu.memory,
         major=major,
@@ -487,7 +384,7 @@ def _cuda_answers(gpu: GPU, recorder: AllocationRecorder, own: Streams) -> dict[
         shared_memory_per_block=49152,
         shared_memory_per_block_optin=shared_memory(gpu),
         shared_memory_per_multiprocessor=shared_memory(gpu) + 1024,
-        L2_cache_size=50 << 20,
+        L2_cache_size=L2_CACHE,
         clock_rate=1_500_000,  # kHz, as the next
         memory_clock_rate=(gpu.bandwidth or 10**12) // (5120 // 4 * 1000),
         memory_bus_width=5120,  # lines, with two bits each a clock
@@ -498,102 +395,245 @@ def _cuda_answers(gpu: GPU, recorder: AllocationRecorder, own: Streams) -> dict[
         gcnArchName="",
     )
 
-    def reset_peak(*args: Any, **kwargs: Any) -> None:
-        recorder.peak_bytes = recorder.live_bytes
+    @named("torch.cuda.graphs", "graph")
+    class Graph(NullContext):
+        """Stands for torch.cuda.graph."""
 
-    def rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.zeros(16, dtype=torch.uint8)
+        def __init__(self, cuda_graph: Any, pool: Any = None, stream: Any = None, **kwargs: Any) -> None:
+            self.cuda_graph, self.capture_stream = cuda_graph, stream
+            note_graph()
 
-    def memory_stats(*args: Any, **kwargs: Any) -> dict[str, int]:
-        kinds = ("allocated", "active", "requested", "reserved")
-        sizes = {"current": recorder.live_bytes, "peak": recorder.peak_bytes}
-        return defaultdict(
-            int, {f"{kind}_bytes.all.{when}": size for kind in kinds for when, size in sizes.items()}
-        )
-
-    def graph(*args: Any, **kwargs: Any) -> NullContext:
+    def note_graph() -> None:
         recorder.note_once("CUDA graphs are traced as eager: a graph keeps all memory of its capture", None)
-        return NullContext()
 
     def graphed(callables: Any, *args: Any, **kwargs: Any) -> Any:
-        graph()
+        note_graph()
         return callables
 
-    silent = (
-        "init set_device reset_accumulated_memory_stats reset_max_memory_cached manual_seed manual_seed_all "
-        "seed seed_all set_rng_state set_rng_state_all ipc_collect set_per_process_memory_fraction "
-        "set_sync_debug_mode caching_allocator_enable reset_accumulated_host_memory_stats "
-        "reset_peak_host_memory_stats"
-    ).split()
-    zero = (
-        "utilization memory_usage temperature power_draw clock_rate initial_seed get_sync_debug_mode".split()
-    )
+    def device_properties(device: Any = None) -> _DeviceProperties:
+        """Also of a GPU that this node does not have."""
+        torch.cuda.device(device)  # an error where it is none
+        return properties
+
+    def free_and_total() -> tuple[int, int]:
+        return max(gpu.memory - recorder.live_bytes, 0), gpu.memory
+
+    asked_of_nvml = "utilization memory_usage temperature power_draw clock_rate".split()
     return {
-        "is_available": _answer(True),
-        "is_initialized": _answer(True),
+        "_initialized": True,
+        "_is_in_bad_fork": _answer(False),
+        "_lazy_init": _nothing,
+        "_cudart": _Runtime(free_and_total),
+        "_CudaDeviceProperties": _DeviceProperties,
+        "_exchange_device": lambda device: 0 if device >= 0 else -1,
+        "_maybe_exchange_device": lambda device: 0 if device >= 0 else -1,
         "is_bf16_supported": lambda including_emulation=True: including_emulation or major >= 8,
-        "is_tf32_supported": _answer(major >= 8),
-        "device_count": _answer(1),
-        "current_device": _answer(0),
-        "get_device_name": _answer(gpu.title),
-        "get_device_capability": _answer(gpu.capability),
-        "get_device_properties": _answer(properties),
-        "get_arch_list": _answer([f"sm_{major}{minor}"]),
-        "memory_allocated": lambda *a, **k: recorder.live_bytes,
-        "max_memory_allocated": lambda *a, **k: recorder.peak_bytes,
-        "memory_reserved": lambda *a, **k: recorder.live_bytes,
-        "max_memory_reserved": lambda *a, **k: recorder.peak_bytes,
-        "mem_get_info": lambda *a, **k: (max(gpu.memory - recorder.live_bytes, 0), gpu.memory),
-        "memory_stats": memory_stats,
-        "reset_peak_memory_stats": reset_peak,
-        "reset_max_memory_allocated": reset_peak,
-        "memory_stats_as_nested_dict": _answer({}),
-        "host_memory_stats": _answer(defaultdict(int)),
-        "memory_snapshot": _answer([]),
-        "device_memory_used": lambda *a, **k: recorder.live_bytes,
-        "get_allocator_backend": _answer("native"),
-        "get_per_process_memory_fraction": _answer(1.0),
-        "memory_summary": _answer(""),
-        "empty_cache": lambda *a, **k: recorder.mark("empty_cache"),
-        "get_rng_state": rng_state,
-        "get_rng_state_all": lambda *a, **k: [rng_state()],
-        "current_stream": lambda *a, **k: own.current,
-        "default_stream": lambda *a, **k: own.default,
-        "set_stream": own.set_current,
-        "stream": StreamContext,
-        "synchronize": lambda *a, **k: own.report("synchronize device"),
-        "device": NullContext,
-        "device_of": NullContext,
-        "is_current_stream_capturing": _answer(False),
+        "device_count": lambda: own.devices,
+        "get_device_properties": device_properties,
+        "has_magma": True,
+        "device_memory_used": lambda *args, **kwargs: recorder.live_bytes,
+        "reset_max_memory_allocated": lambda device=None: torch.cuda.reset_peak_memory_stats(device),
         "CUDAGraph": CudaGraph,
-        "graph": graph,
+        "graph": Graph,
         "graph_pool_handle": _answer((0, 0)),
         "make_graphed_callables": graphed,
+        "MemPool": MemoryPool,
         "Stream": Stream,
-        "Event": StreamEvent,
-        "can_device_access_peer": _answer(False),
-        **dict.fromkeys(zero, _answer(0)),
-        **dict.fromkeys(silent, _nothing),
+        "ExternalStream": ExternalStream,
+        "Event": Event,
+        "is_current_stream_capturing": _answer(False),
+        **dict.fromkeys(asked_of_nvml, _answer(0)),
     }
 
 
-def _accelerator_answers(cuda: dict[str, Callable[..., Any]], own: Streams) -> dict[str, Callable[..., Any]]:
-    """Other functions than those of torch.cuda: Dynamo has a handler for each, by its identity."""
-    same = (
-        "is_available device_count current_stream empty_cache memory_allocated max_memory_allocated "
-        "memory_reserved max_memory_reserved memory_stats reset_peak_memory_stats synchronize "
-        "reset_accumulated_memory_stats"
-    ).split()
-    answers = {name: functools.partial(cuda[name]) for name in same}
+def _driver_answers(gpu: GPU, recorder: AllocationRecorder, own: Streams) -> dict[str, Callable[..., Any]]:
+    """What torch.cuda and torch.accelerator call in torch._C. A build for CPUs has the latter alone."""
+    major, minor = gpu.capability
+    state = SimpleNamespace(fraction=1.0, sync_debug_mode=0, caching=True)
+    raw: dict[int, torch.Tensor] = {}  # of caching_allocator_alloc
+
+    def of_stream(stream: Any) -> tuple[int, int, int]:
+        return stream.stream_id, 0, 1
+
+    def set_stream(stream_id: int, device_index: int, device_type: int) -> None:
+        own.set_current(Stream(stream_id=stream_id))
+
+    def memory_stats(*args: Any) -> dict[str, Any]:
+        sizes = {"current": recorder.live_bytes, "peak": recorder.peak_bytes}
+        allocated = {**sizes, "allocated": recorder.peak_bytes}
+        allocated["freed"] = allocated["allocated"] - allocated["current"]
+        none = dict.fromkeys(allocated, 0)
+        stats: dict[str, Any] = dict.fromkeys(_COUNTS, 0)
+        stats |= {kind: {"all": none, "small_pool": none, "large_pool": none} for kind in _NUMBERS}
+        large = {"all": allocated, "small_pool": none, "large_pool": allocated}
+        stats |= {f"{kind}_bytes": large for kind in ("allocated", "active", "requested", "reserved")}
+        return stats | dict.fromkeys(("oversize_allocations", "oversize_segments"), none)
+
+    def reset_peak(*args: Any) -> None:
+        recorder.peak_bytes = recorder.live_bytes
+
+    def raw_alloc(size: int, stream: int = 0) -> int:
+        made = torch.empty(size, dtype=torch.uint8, device=DEVICE)
+        return raw.setdefault(made.data_ptr(), made).data_ptr()
+
+    def raw_delete(pointer: int) -> None:
+        raw.pop(pointer, None)
+
+    def free_and_total(*args: Any) -> tuple[int, int]:
+        return max(gpu.memory - recorder.live_bytes, 0), gpu.memory
+
+    def run_jiterator(
+        code: str, name: str, by_ref: bool, outputs: int, tensors: Any, options: Any
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        made = [torch.empty_like(torch.broadcast_tensors(*tensors)[0]) for _ in range(outputs)]
+        return made[0] if outputs == 1 else tuple(made)
+
+    def exchange(device: int) -> int:
+        return 0 if device >= 0 else -1
+
+    def snapshot(pool: Any = None) -> dict[str, Any]:
+        """All that is allocated as one block of one segment."""
+        size = recorder.live_bytes
+        sizes = {"total_size": size, "allocated_size": size, "active_size": size, "requested_size": size}
+        block = {
+            "address": 0,
+            "size": size,
+            "requested_size": size,
+            "state": "active_allocated",
+            "frames": [],
+        }
+        place = {"device": 0, "address": 0, "stream": 0, "segment_type": "large", "segment_pool_id": (0, 0)}
+        segment = {**place, **sizes, "is_expandable": False, "frames": [], "blocks": [block]}
+        return {"segments": [segment] if size else [], "device_traces": [[]], **_NOT_RECORDED}
+
+    cuda: dict[str, Callable[..., Any]] = {
+        "init": _nothing,
+        "isInBadFork": _answer(False),
+        "getDeviceCount": lambda: own.devices,
+        "getDevice": _answer(0),
+        "setDevice": _nothing,
+        "exchangeDevice": exchange,
+        "maybeExchangeDevice": exchange,
+        "canDeviceAccessPeer": _answer(False),
+        "getCompiledVersion": _answer(int(float(_CUDA_VERSION) * 1000)),
+        "getArchFlags": _answer(f"sm_{major}{minor}"),
+        "synchronize": lambda: own.report("synchronize device"),
+        "getCurrentStream": lambda device=0: of_stream(own.current),
+        "getDefaultStream": lambda device=0: of_stream(own.default),
+        "getStreamFromExternal": lambda pointer, device=0: (pointer, 0, 1),
+        "getCurrentRawStream": _answer(0),
+        "setStream": set_stream,
+        "isCurrentStreamCapturing": _answer(False),
+        "getCurrentBlasHandle": _answer(1),
+        "getCurrentSolverHandle": _answer(1),
+        "memoryStats": memory_stats,
+        "resetPeakMemoryStats": reset_peak,
+        "resetAccumulatedMemoryStats": _nothing,
+        "hostMemoryStats": _answer(_HOST_STATS),
+        "resetPeakHostMemoryStats": _nothing,
+        "resetAccumulatedHostMemoryStats": _nothing,
+        "memorySnapshot": snapshot,
+        "getAllocatorBackend": _answer("native"),
+        "getMemoryFraction": lambda device=0: state.fraction,
+        "setMemoryFraction": lambda fraction, device=0: setattr(state, "fraction", fraction),
+        "emptyCache": lambda *pool: recorder.mark("empty_cache"),
+        "ipc_collect": _nothing,
+        "get_sync_debug_mode": lambda: state.sync_debug_mode,
+        "set_sync_debug_mode": lambda mode: setattr(state, "sync_debug_mode", mode),
+        "sleep": _nothing,
+        "cudaCachingAllocator_raw_alloc": raw_alloc,
+        "cudaCachingAllocator_raw_delete": raw_delete,
+        "cudaCachingAllocator_enable": lambda value: setattr(state, "caching", value),
+        "cudaCachingAllocator_is_enabled": lambda: state.caching,
+        "cudaHostAllocator": _answer(1),
+        "lock_mutex": _nothing,
+        "unlock_mutex": _nothing,
+        "hasPrimaryContext": _answer(True),
+        "beginAllocateToPool": _nothing,
+        "beginAllocateCurrentThreadToPool": _nothing,
+        "beginAllocateCurrentStreamToPool": _nothing,
+        "endAllocateToPool": _nothing,
+        "endAllocateCurrentStreamToPool": _nothing,
+        "releasePool": _nothing,
+        "tunableop_is_enabled": _answer(False),
+        "tunableop_get_max_tuning_iterations": _answer(100),
+        "jiterator_compile_and_launch_kernel": run_jiterator,
+    }
+    accelerator: dict[str, Callable[..., Any]] = {
+        "getAccelerator": _answer(torch.device("cuda")),
+        "getDeviceIndex": _answer(0),
+        "setDeviceIndex": _nothing,
+        "exchangeDevice": exchange,
+        "maybeExchangeDevice": exchange,
+        "getDeviceCapability": _answer({"supported_dtypes": set(_LEGACY_TYPES.values())}),
+        "getStream": lambda device=0: AnyStream(stream_id=own.current.stream_id),
+        "setStream": own.set_current,
+        "synchronizeDevice": lambda device=0: own.report("synchronize device"),
+        "isAllocatorInitialized": _answer(True),
+        "emptyCache": lambda *pool: recorder.mark("empty_cache"),
+        "emptyHostCache": _nothing,
+        "getDeviceStats": memory_stats,
+        "resetAccumulatedStats": _nothing,
+        "resetPeakStats": reset_peak,
+        "getMemoryInfo": free_and_total,
+        "setAllocatorSettings": _nothing,
+    }
+    nccl = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "send", "recv")
     return {
-        **answers,
-        "get_memory_info": functools.partial(cuda["mem_get_info"]),
-        "get_device_capability": _answer({"supported_dtypes": set(_LEGACY_TYPES.values())}),
-        "set_stream": lambda stream: own.set_current(stream),
-        "current_accelerator": _answer(torch.device("cuda")),
-        "current_device_index": _answer(0),
-        "current_device_idx": _answer(0),
-        "set_device_index": _nothing,
-        "set_device_idx": _nothing,
-        "empty_host_cache": _nothing,
+        **{f"_nccl_{name}": _nothing for name in nccl},
+        **_COPIES_BETWEEN_GPUS,
+        **dict.fromkeys(("_set_linalg_preferred_backend", "_set_blas_preferred_backend"), _nothing),
+        "_nccl_version": _answer(_NCCL_VERSION),
+        "_nccl_version_suffix": _answer(b""),
+        "_nccl_unique_id": _answer(bytes(128)),
+        "_is_flash_attention_available": _answer(True),
+        **{f"_cuda_{name}": function for name, function in cuda.items()},
+        **{f"_accelerator_{name}": function for name, function in accelerator.items()},
     }
+
+
+def _scatter(tensor: torch.Tensor, devices: Any, sizes: Any = None, dim: int = 0, streams: Any = None) -> Any:
+    return [part.to(DEVICE) for part in tensor.split(sizes or -(-tensor.size(dim) // len(devices)), dim)]
+
+
+def _gather(tensors: Any, dim: int = 0, device: Any = None) -> torch.Tensor:
+    return torch.cat(tuple(tensors), dim).to("cpu" if device == -1 else DEVICE)
+
+
+_COPIES_BETWEEN_GPUS: dict[str, Callable[..., Any]] = {
+    "_scatter": _scatter,
+    "_gather": _gather,
+    "_broadcast": lambda tensor, devices: [tensor.to(DEVICE) for _ in devices],
+    "_broadcast_coalesced": lambda tensors, devices, size: [[*tensors] for _ in devices],
+}
+_HOST_STATS: dict[str, Any] = {
+    **{
+        name: dict.fromkeys(("current", "peak", "allocated", "freed"), 0)
+        for name in ("allocations", "allocated_bytes", "active_requests", "active_bytes")
+    },
+    **{
+        name: dict.fromkeys(("total", "max", "min", "count", "avg"), 0)
+        for name in ("host_alloc_time", "host_free_time")
+    },
+    "num_host_alloc": 0,
+    "num_host_free": 0,
+}
+_NOT_RECORDED: dict[str, Any] = {
+    "allocator_settings": {
+        "PYTORCH_CUDA_ALLOC_CONF": "",
+        "max_split_size": -1,
+        "garbage_collection_threshold": 0.0,
+        "expandable_segments": False,
+        "pinned_num_register_threads": 1,
+        "release_lock_on_cudamalloc": False,
+        "pinned_use_cuda_host_register": False,
+        "roundup_power2_divisions": {},
+        "graph_capture_record_stream_reuse": False,
+    },
+    "external_annotations": [],
+}
+_COUNTS = (
+    *("num_alloc_retries", "num_ooms", "max_split_size", "num_sync_all_streams"),
+    *("num_device_alloc", "num_device_free"),
+)
+_NUMBERS = ("allocation", "segment", "active", "inactive_split", "inactive_split_bytes")

@@ -19,7 +19,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,16 +28,18 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from oomph import torch_internals as internals
-from oomph.errors import UserError
 from oomph.gpus import GPU
+from oomph.prediction.compat import registry
+from oomph.prediction.compat.triton_stand_in import triton_importable
 from oomph.prediction.cuda.dispatch_keys import cuda_autocast, cuda_composites
 from oomph.prediction.cuda.rules import program_error
 from oomph.prediction.cuda.workspaces import flatten_parameters
-from oomph.prediction.files import install_saving
 from oomph.prediction.isolation import restarted_without
+from oomph.prediction.patches import Patches
+from oomph.prediction.saving import install_saving
 from oomph.prediction.tracer.attribution import find_site
 from oomph.prediction.tracer.dispatch import DispatchMode, install_python_kernels
-from oomph.prediction.tracer.fake_cuda import DEVICE, Patches, install_fake_cuda
+from oomph.prediction.tracer.fake_cuda import install_fake_cuda
 from oomph.prediction.tracer.placement import (
     PlacementMode,
     device_of,
@@ -46,15 +47,16 @@ from oomph.prediction.tracer.placement import (
     install_tensor_device,
     make_lazy_like,
 )
+from oomph.prediction.tracer.recorder import inner_tensors
 from oomph.prediction.tracer.repeats import RepeatedBlocks, RepeatedCalls
-from oomph.prediction.tracer.tracer import OpLog, Tracer, inner_tensors
+from oomph.prediction.tracer.streams import DEVICE
+from oomph.prediction.tracer.tracer import OpLog, Tracer
 from oomph.prediction.tracer.values import is_small
 from oomph.prediction.tracer.work import (
     CHECKPOINT_COST,
     FUNCTION_COST,
     OOMPH_OP_COST,
     OPTIMIZER_STEP_COST,
-    tensors_in,
 )
 from oomph.prediction.tracer.workers import install_workers
 from oomph.records import Kind
@@ -67,7 +69,6 @@ from oomph.torch_internals import (
 )
 
 _READ_EACH = 4096  # elements of a list
-_TUNING_BYTES = 256 << 20  # get_empty_cache_for_benchmark in triton/backends/nvidia/driver.py, for any GPU
 
 
 @contextlib.contextmanager
@@ -82,7 +83,7 @@ def tracing(gpu: GPU, log: OpLog | None = None) -> Iterator[Tracer]:
         patches = stack.enter_context(Patches())
         # It logs the inner workings of every shape error; the error itself is enough.
         patches.set(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
-        install_fake_cuda(patches, gpu, tracer.recorder)
+        install_fake_cuda(patches, gpu, tracer.recorder, tracer.pinned)
         stack.enter_context(torch.inference_mode(False))  # the caller's own modes are not the program's
         stack.enter_context(torch.enable_grad())
         placement = PlacementMode(tracer)
@@ -97,18 +98,17 @@ def tracing(gpu: GPU, log: OpLog | None = None) -> Iterator[Tracer]:
         _run_inference_mode_as_no_grad(patches)
         install_saving(patches)
         install_python_kernels(patches)
-        _make_generators_on_host(patches)
         _notice_seeds(patches, tracer)
         _draw_truncated_normals_once(patches, tracer)
-        _skip_triton_kernels(patches, tracer)
-        _disable_wandb(patches)
+        registry.in_trace(patches, tracer)
         _follow_resized_storages(patches, tracer)
         _run_compiled(patches, tracer, placement)
         patches.set(torch.nn.RNNBase, "flatten_parameters", flatten_parameters(tracer.on_gpu))
         _restore_settings(patches)
         stack.enter_context(torch.random.fork_rng(devices=()))
         stack.enter_context(cuda_composites(tracer.rule_context))
-        stack.enter_context(cuda_autocast(tracer.on_gpu))
+        stack.enter_context(cuda_autocast(tracer.on_gpu, registry.FLOAT32_OPS))
+        tracer.estimates.result_rows = registry.RESULT_ROWS
         install_workers(patches, tracer, (placement, dispatch))
         stack.enter_context(placement)
         stack.enter_context(dispatch)
@@ -251,7 +251,6 @@ def _hide_fake_tensor(patches: Patches) -> None:
 
 
 def _run_compiled(patches: Patches, tracer: Tracer, placement: PlacementMode) -> None:
-    """torch.compile and torch.jit."""
     compile_with_dynamo = torch.compile
     compilers: list[Any] = []  # the one of this trace, or None: programs are traced as eager
 
@@ -263,7 +262,7 @@ def _run_compiled(patches: Patches, tracer: Tracer, placement: PlacementMode) ->
             try:
                 if restarted_without("compiled programs"):
                     raise RuntimeError("a compiled graph did not run without a GPU")
-                with patches.suspended(()), warnings.catch_warnings():
+                with patches.suspended(()), triton_importable(), warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     from oomph.prediction.tracer.compiled import Compiler
 
@@ -272,8 +271,6 @@ def _run_compiled(patches: Patches, tracer: Tracer, placement: PlacementMode) ->
                 tracer.compile_seconds += time.perf_counter() - began
             except Exception as error:
                 tracer.compiled_as_eager = True
-                if isinstance(error, ImportError) and error.name == "triton":
-                    error = ImportError("Inductor needs Triton: `pip install triton`")
                 tracer.note(f"torch.compile is traced as eager, which may need more: {error}")
                 compilers.append(None)
         return compilers[0] is not None
@@ -313,68 +310,7 @@ def _run_compiled(patches: Patches, tracer: Tracer, placement: PlacementMode) ->
 
         return run
 
-    compile_script: Any = torch.jit.script
-
-    def script(program: Any, *args: Any, _frames_up: int = 0, **kwargs: Any) -> Any:
-        """Names of the program are looked up in the frame that calls it, `_frames_up` above."""
-        if sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
-            # Formulas of torch's forward-mode gradients, functional optimizers of torch.distributed.
-            return compile_script(program, *args, _frames_up=_frames_up + 1, **kwargs)
-        note = "torch.jit is traced as eager: fused kernels may need less memory"
-        if not inspect.isfunction(program):
-            tracer.note(note)
-            return program
-
-        @functools.wraps(program)
-        def noted(*args: Any, **kwargs: Any) -> Any:  # a library scripts functions that a program never calls
-            tracer.note_once(note)
-            return program(*args, **kwargs)
-
-        return noted
-
-    scripted = torch.jit.ScriptModule
-
-    class OfScripts(type):
-        def __instancecheck__(cls, instance: Any) -> bool:
-            return super().__instancecheck__(instance) or isinstance(instance, scripted)
-
-    class ScriptModule(nn.Module, metaclass=OfScripts):
-        """What a program derives its modules from, instead of torch.jit.ScriptModule, which compiles them."""
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            tracer.note("torch.jit is traced as eager: fused kernels may need less memory")
-
-    def script_method(method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return method(*args, **kwargs)
-            except TypeError as error:  # TorchScript's torch.exp takes a number
-                message = f"{method.__qualname__}, a torch.jit method, fails as eager: {error}"
-                raise UserError(message) from error
-
-        return run
-
-    def trace(program: Any, example_inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Runs the program once, as torch does. TensorBoard, which asks for the graph, gets an empty one."""
-        tracer.note("torch.jit is traced as eager: fused kernels may need less memory")
-        if example_inputs is not None:
-            program(*(example_inputs if isinstance(example_inputs, (list, tuple)) else [example_inputs]))
-        if sys._getframe(1).f_globals.get("__name__", "").startswith("torch.utils.tensorboard."):
-            return SimpleNamespace(graph=torch.Graph(), named_modules=program.named_modules)
-        return program
-
-    def get_trace_graph(program: Any, args: Any = (), kwargs: Any = None, *_: Any, **__: Any) -> Any:
-        """An empty graph: what fvcore counts in it is printed, and takes no memory."""
-        return torch.Graph(), program(*(args if isinstance(args, tuple) else (args,)), **(kwargs or {}))
-
     patches.set(torch, "compile", compile)
-    patches.set(*internals.GET_TRACE_GRAPH, get_trace_graph)
-    patches.set(torch.jit, "script", script)
-    patches.set(torch.jit, "script_method", script_method)
-    patches.set(torch.jit, "ScriptModule", ScriptModule)
-    patches.set(torch.jit, "trace", trace)
     callback = internals.compiled_frame_callback()  # of what was compiled before the trace
     if callback is not None:
         choose = getattr(*callback)
@@ -426,70 +362,6 @@ def _draw_truncated_normals_once(patches: Patches, tracer: Tracer) -> None:
     patches.set(*internals.TRUNC_NORMAL, draw)
 
 
-def _skip_triton_kernels(patches: Patches, tracer: Tracer) -> None:
-    """Triton kernels of the program allocate nothing and need a driver. What they write is unknown.
-
-    The autotuner, for arguments that are new to it, overwrites the L2 cache with a buffer between its runs.
-    """
-    tuned: set[tuple[Any, ...]] = set()
-
-    def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
-        tensors = [tensor for tensor in tensors_in(args, kwargs) if isinstance(tensor, FakeTensor)]
-        for tensor in tensors:
-            tracer.values.forget(tensor)
-        tracer.count_kernel(*tensors)
-
-    def launch_tuned(kernel: Any, *args: Any, **kwargs: Any) -> None:
-        named = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
-        dtypes = [str(each.dtype) for each in named.values() if isinstance(each, torch.Tensor)]
-        key = (id(kernel), *map(named.get, kernel.keys), *dtypes)
-        if len(kernel.configs) > 1 and key not in tuned:
-            tuned.add(key)
-            torch.empty(_TUNING_BYTES, dtype=torch.uint8, device="cuda")
-        launch(kernel, *args, **kwargs)
-
-    def imported() -> None:
-        from triton.runtime import autotuner, jit
-
-        patches.set(jit.JITFunction, "run", launch)
-        patches.set(autotuner.Autotuner, "run", launch_tuned)
-
-    patches.when_imported("triton.runtime.autotuner", imported)
-
-
-def _disable_wandb(patches: Patches) -> None:
-    """Also where the program asks for a mode, which comes before the variable of the environment."""
-
-    def imported() -> None:
-        wandb: Any = sys.modules["wandb"]
-        if init := getattr(wandb, "init", None):
-            patches.set(wandb, "init", lambda *args, **kwargs: init(*args, **{**kwargs, "mode": "disabled"}))
-            patches.set(wandb, "login", lambda *args, **kwargs: True, missing_ok=True)
-
-    patches.when_imported("wandb", imported)
-
-
-def _make_generators_on_host(patches: Patches) -> None:
-    """A random generator of the GPU needs a driver; its numbers are not drawn in a trace."""
-
-    made_by_torch = torch.Generator
-
-    class AnyGenerator(type(torch.Generator)):  # type: ignore[misc]
-        def __instancecheck__(cls, value: object) -> bool:  # also what torch.manual_seed returns
-            return isinstance(value, made_by_torch)
-
-    class Generator(torch.Generator, metaclass=AnyGenerator):
-        def __new__(cls, device: Any = "cpu") -> Any:
-            made: Any = super().__new__(cls, "cpu")  # type: ignore[call-arg]
-            asked = torch.device("cpu" if device is None else device)
-            made.asked = DEVICE if asked.type == "cuda" else asked
-            return made
-
-        device = property(lambda self: self.asked)
-
-    patches.set(torch, "Generator", Generator)
-
-
 def _notice_seeds(patches: Patches, tracer: Tracer) -> None:
     seed = torch.manual_seed
 
@@ -527,7 +399,7 @@ def install_hooks(patches: Patches, tracer: Tracer, placement: PlacementMode) ->
         tracer.threads,
         repeated.call,
         RepeatedBlocks(tracer).call,
-        tracer.holders.before_call,
+        tracer.before_root_call,
     )
 
 
@@ -561,7 +433,8 @@ def _follow_backward(patches: Patches, tracer: Tracer, repeated: RepeatedCalls) 
             in_thread = create and internals.current_functorch_transform() is None
             result = device_thread.submit(call).result() if in_thread else call()
             repeated.after_backward(kernels)
-        tracer.training.gradients_are_new = tracer.training.ran_backward = True
+        tracer.training.gradients_are_new = True
+        tracer.training.backward_passes += 1
         return result
 
     tracer.boundary.engine.update({run_backward.__code__, run_engine.__code__})
@@ -675,11 +548,8 @@ def _follow_optimizers(patches: Patches, tracer: Tracer) -> None:
         with disable_torch_function():
             label = functools.partial(_label_state, tracer, optimizer)
             tracer.guard.call("state's label", name, label, lambda: None)
-        tracer.training.optimizer_steps += 1
-        tracer.training.module_calls_at_update = tracer.modules.completed
         tracer.holders()
-        if tracer.training.on_optimizer_step is not None:
-            tracer.training.on_optimizer_step(optimizer)
+        tracer.training.stepped(optimizer, tracer.modules.completed)
 
     make = torch.optim.Optimizer.__init__
 

@@ -1,4 +1,4 @@
-"""What a program runs beside its main thread: loader workers, threads, and the ranks of a process group."""
+"""What a program runs beside its main thread: loader workers, threads and spawned processes."""
 
 from __future__ import annotations
 
@@ -6,38 +6,31 @@ import contextlib
 import copy
 import functools
 import multiprocessing
-import os
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from oomph import torch_internals as internals
-from oomph.prediction.cuda.rules import program_error
 from oomph.prediction.isolation import refuse_in_thread
-from oomph.prediction.tracer.fake_cuda import DEVICE, Patches
+from oomph.prediction.patches import Patches
+from oomph.prediction.tracer.process_groups import install_process_groups
 from oomph.prediction.tracer.tracer import Tracer
-from oomph.torch_internals import FakeTensor, tree_leaves, tree_map
-from oomph.units import MiB
+from oomph.torch_internals import FakeTensor, tree_leaves
 
 _MODES = tuple[Any, ...]
-_NCCL_VERSION = (2, 28, 9)  # that torch 2.11 comes with
 
 
 def install_workers(patches: Patches, tracer: Tracer, modes: _MODES) -> None:
     """Run all of these in the traced thread and process, or with the trace's modes."""
     _load_data_in_process(patches, tracer, modes[0])
     _trace_threads(patches, tracer, modes)
-    _call_replicas_directly(patches)
     _spawn_one_process_directly(patches, tracer)
     if torch.distributed.is_available():
-        _make_fake_process_groups(patches, tracer)
-        _replace_distributed_data_parallel(patches, tracer)
+        install_process_groups(patches, tracer)
 
 
 def _load_data_in_process(patches: Patches, tracer: Tracer, placement: Any) -> None:
@@ -186,215 +179,3 @@ class _Ended:
 def _communicates(argument: Any) -> bool:
     """Queues, pipes and events: such a process works with this one."""
     return type(argument).__module__.split(".")[0] in ("multiprocessing", "_multiprocessing")
-
-
-def _call_replicas_directly(patches: Patches) -> None:
-    """nn.DataParallel on one GPU: inputs are moved there, and the module is called."""
-
-    patches.set(nn.DataParallel, "forward", _call_on_gpu)
-
-
-def _call_on_gpu(self: Any, *inputs: Any, **kwargs: Any) -> Any:
-    def moved(value: Any) -> Any:
-        return value.to(DEVICE) if isinstance(value, torch.Tensor) else value
-
-    return self.module(*tree_map(moved, inputs), **tree_map(moved, kwargs))
-
-
-# ---------------------------------------------------------------------------------------------- ranks
-
-
-def _make_fake_process_groups(patches: Patches, tracer: Tracer) -> None:
-    """One rank is traced; what it would exchange with others changes nothing in its memory."""
-    for module in (torch.cuda, torch.accelerator):
-        patches.set(module, "device_count", lambda: gpus_of_node(tracer.ranks))
-    init = torch.distributed.init_process_group
-
-    @functools.wraps(init)
-    def init_process_group(backend: Any = None, init_method: Any = None, *args: Any, **kwargs: Any) -> None:
-        tracer.has_process_group = True
-        _replace_fsdp_functions(patches)
-        if backend == "fake":  # as many ranks as the program pretends to have
-            return init(backend, init_method, *args, **kwargs)
-        size, rank = (
-            int(os.environ.get(variable, default)) if given in (-1, None) else given
-            for given, variable, default in (
-                (kwargs.get("world_size"), "WORLD_SIZE", 1),
-                (kwargs.get("rank"), "RANK", 0),
-            )
-        )
-        if size not in (1, tracer.ranks):
-            message = f"a process group of {size} ranks was asked for, not of {tracer.ranks}"
-            raise program_error(RuntimeError(f"{message}; give --ranks {size}"))
-        # The fake process group of torch 2.11 leaves the tensors of these as they are.
-        patches.set(torch.distributed, "gather_object", _gather_object)
-        patches.set(torch.distributed, "scatter_object_list", _scatter_object_list)
-        if size > 1:
-            _accept_checkpoints_of_one_rank(patches)
-        internals.init_fake_process_group(size, rank, init)
-
-    distributed = torch.distributed
-    for module in (distributed, distributed.distributed_c10d, distributed.device_mesh):
-        patches.set(module, "init_process_group", init_process_group)
-    # Programs ask this before they use bfloat16. torch's own functions still see the build's answer.
-    patches.set(distributed, "is_nccl_available", lambda: True)
-    patches.set(torch.cuda.nccl, "version", lambda: _NCCL_VERSION)
-
-
-def _gather_object(obj: Any, object_gather_list: Any = None, *args: Any, **kwargs: Any) -> None:
-    if object_gather_list is not None:  # on the first rank
-        object_gather_list[:] = [obj] * len(object_gather_list)
-
-
-def _scatter_object_list(
-    scatter_object_output_list: list[Any], scatter_object_input_list: Any = None, *args: Any, **kwargs: Any
-) -> None:
-    scatter_object_output_list[0] = (scatter_object_input_list or [None])[0]
-
-
-def _accept_checkpoints_of_one_rank(patches: Patches) -> None:
-    """torch.distributed.checkpoint warns of every tensor, and fails, where other ranks' parts are missing."""
-    module, name = internals.checkpoint_validation()
-    validate = getattr(module, name)
-
-    def validate_nothing(global_plan: Any, metadata: Any) -> Any:
-        return validate(global_plan, replace(metadata, state_dict_metadata={}))
-
-    patches.set(module, name, validate_nothing)
-
-
-def _replace_fsdp_functions(patches: Patches) -> None:
-    """Shards are made when they are asked for. Buffers are replaced in their modules: small ones may hold
-    values, and cannot take the data of a fake tensor."""
-    chunks, managed_states, move_states = internals.fsdp_functions()
-    if getattr(*chunks) is _Shards:  # of another process group in this trace
-        return
-    find, move = getattr(*managed_states), getattr(*move_states)
-    owners: dict[int, tuple[nn.Module, str]] = {}
-
-    def find_states(modules: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
-        for module in modules:
-            owners.update({id(buffer): (module, name) for name, buffer in module._buffers.items()})
-        return find(modules, *args, **kwargs)
-
-    def move_to_device(params: Any, buffers: Sequence[torch.Tensor], device: torch.device) -> None:
-        move(params, [], device)
-        for buffer in buffers:
-            module, name = owners[id(buffer)]
-            if buffer.device != device and buffer.device.type != "meta":
-                module._buffers[name] = buffer.to(device)
-
-    patches.set(*chunks, _Shards)
-    patches.set(*managed_states, find_states)
-    patches.set(*move_states, move_to_device)
-
-
-class _Shards:
-    """The shards of a parameter, each made when it is asked for: FSDP2 needs one or two of a thousand."""
-
-    def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
-        self._tensor, self._dim = tensor, dim
-        self._size = -(-tensor.size(dim) // num_chunks)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        start = index * self._size
-        length = min(self._size, self._tensor.size(self._dim) - start)
-        return self._tensor.narrow(self._dim, start, length) if length > 0 else self._tensor.new_empty(0)
-
-
-def gpus_of_node(ranks: int) -> int:
-    """As many as a node has, eight at most, if all nodes have the same number."""
-    return next(number for number in range(8, 0, -1) if ranks % number == 0)
-
-
-def _replace_distributed_data_parallel(patches: Patches, tracer: Tracer) -> None:
-    """DDP's reducer is written in C++ for real tensors. What it allocates are its buckets of gradients."""
-    ddp = nn.parallel.DistributedDataParallel
-
-    def init(self: Any, module: nn.Module, device_ids: Any = None, *args: Any, **kwargs: Any) -> None:
-        nn.Module.__init__(self)
-        self.module, self.device_ids = module, device_ids
-        self.device = next((p.device for p in module.parameters()), None)
-        self.require_backward_grad_sync = True
-        self.require_forward_param_sync = False
-        self.gradient_as_bucket_view = kwargs.get("gradient_as_bucket_view", False)
-        self._cap_mb = kwargs.get("bucket_cap_mb") or 25
-        self._buckets = _Buckets(module, self._cap_mb, tracer)
-        self._replaced_buckets = None
-        self._may_be_held = []  # ids of buckets, in the second forward
-        self._has_reduced = False
-        self._will_rebuild = bool(kwargs.get("static_graph")) or not kwargs.get("find_unused_parameters")
-        ranks = torch.distributed.get_world_size(kwargs.get("process_group"))
-
-        def reduce(parameter: torch.Tensor) -> None:
-            if not self.require_backward_grad_sync:
-                return
-            self._replaced_buckets = None
-            tracer.freed_at_last.update(dict.fromkeys(self._may_be_held, len(tracer.recorder.events)))
-            self._may_be_held = []
-            self._has_reduced = True
-            if self.gradient_as_bucket_view:
-                parameter.grad = self._buckets.view(parameter)
-            if ranks > 1:
-                tracer.work.collective(2 * parameter.nbytes * (ranks - 1) // ranks, ranks, "backward")
-
-        for parameter in module.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(reduce)
-
-    def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
-        # After the first backward the buckets are made again, in the order in which gradients came. NCCL's
-        # watchdog, which looks every 100 ms, keeps the old ones until the next backward, unless the program
-        # takes its time to get a batch from a loader. Workers may have the batch ready.
-        if self._will_rebuild and self._has_reduced and torch.is_grad_enabled():
-            self._will_rebuild = False
-            self._replaced_buckets, self._buckets = self._buckets, None
-            if tracer.loader_workers is None:
-                tracer.note_once("DDP: in the second forward, NCCL may still hold the first buckets")
-            else:
-                self._may_be_held = self._replaced_buckets.ids if tracer.loader_workers else []
-                self._replaced_buckets = None
-            self._buckets = _Buckets(self.module, self._cap_mb, tracer)
-        if self.device_ids:
-            return _call_on_gpu(self, *inputs, **kwargs)
-        return self.module(*inputs, **kwargs)
-
-    def set_static_graph(self: Any) -> None:
-        self._will_rebuild = True
-
-    patches.set(ddp, "__init__", init)
-    patches.set(ddp, "forward", forward)
-    patches.set(ddp, "register_comm_hook", lambda *args, **kwargs: None)
-    patches.set(ddp, "_set_static_graph", set_static_graph)
-
-
-class _Buckets:
-    """One buffer for about `cap_mb` of gradients of a dtype; the first holds 1 MiB."""
-
-    def __init__(self, module: nn.Module, cap_mb: float, tracer: Tracer) -> None:
-        self._views: dict[torch.Tensor, torch.Tensor] = {}
-        self.ids: list[int] = []
-        self._tracer = tracer
-        filled: dict[Any, list[torch.Tensor]] = {}  # of dtype and device: parameters of the open bucket
-        for parameter in module.parameters():
-            if not parameter.requires_grad:
-                continue
-            key = parameter.dtype, parameter.device
-            filled.setdefault(key, []).append(parameter)
-            size = sum(each.nbytes for each in filled[key])
-            if size >= (cap_mb if self._views else 1) * MiB:
-                self._add(filled.pop(key))
-        for parameters in filled.values():
-            self._add(parameters)
-
-    def _add(self, parameters: list[torch.Tensor]) -> None:
-        sizes = [each.numel() for each in parameters]
-        bucket = torch.empty(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
-        allocation = self._tracer.recorder.allocation_of(bucket)
-        if allocation is not None:
-            allocation.kind = "gradient"
-            self.ids.append(allocation.id)
-        self._views.update(zip(parameters, bucket.split(sizes), strict=True))
-
-    def view(self, parameter: torch.Tensor) -> torch.Tensor:
-        return self._views[parameter].view_as(parameter)
