@@ -24,7 +24,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary
 
@@ -33,12 +32,15 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from oomph.errors import ProgramError, UserError, missing_arguments, program_traceback, user_line
 from oomph.prediction.allocator import allocator_settings
-from oomph.prediction.isolation import can_restart, finish, restart, without_collection
-from oomph.prediction.tracer.fake_cuda import DEVICE
+from oomph.prediction.compat import registry
+from oomph.prediction.garbage import without_collection
+from oomph.prediction.isolation import can_restart, finish, restart
+from oomph.prediction.tracer.fake_cuda import gpus_of_node
 from oomph.prediction.tracer.fast_path import FastPath
+from oomph.prediction.tracer.streams import DEVICE
 from oomph.prediction.tracer.tracer import Tracer
 from oomph.prediction.tracer.work import KernelsMark
-from oomph.prediction.tracer.workers import gpus_of_node
+from oomph.prediction.trainers import on_each_training_loop
 from oomph.records import Event, Prediction, Progress
 from oomph.torch_internals import (
     FakeTensor,
@@ -70,7 +72,7 @@ def _process_group(workload: Workload, tracer: Tracer) -> Iterator[None]:
     if workload.parallel is None:
         yield
         return
-    tracer.ranks = workload.parallel.ranks
+    tracer.set_ranks(workload.parallel.ranks)
     init_fake_process_group(tracer.ranks)
     try:
         yield
@@ -281,6 +283,7 @@ def run_function(
     name = name_of(function)
     loop = _OwnLoop(name, tracer, progress, finish)
     tracer.training.on_optimizer_step = loop.stepped
+    tracer.growth.on_runaway = loop.stop if finish is not None else None
     tracer.work.begin(counting=True)  # if it is no preparation of steps, the call itself is the step
     with tracer.in_phase("forward"):
         result = function()
@@ -342,12 +345,14 @@ class _OwnLoop:
         if tracer.recorder.peak_bytes > self._peak:
             self._peak, self._since = tracer.recorder.peak_bytes, steps
         if steps >= min(self._since + _STEPS_AT_THE_PEAK, _MOST_STEPS) and self._finish is not None:
-            tracer.recorder.note(
-                f"{self._name} was stopped after {steps} optimizer steps: what it does later is not included"
-            )
-            tracer.work.keep_step()
-            tracer.label_parameters()
-            self._finish(tracer)
+            self.stop(f"after {steps} optimizer steps: what it does later is not included")
+
+    def stop(self, why: str) -> None:
+        if self._finish is not None:
+            self._tracer.recorder.note(f"{self._name} was stopped {why}")
+            self._tracer.work.keep_step()
+            self._tracer.label_parameters()
+            self._finish(self._tracer)
 
 
 def _check_own_training(result: Any, name: str, tracer: Tracer) -> None:
@@ -501,75 +506,6 @@ def _leaves(result: Any, depth: int = 0) -> list[Any]:
     return [leaf for part in parts for leaf in _leaves(part, depth + 1)]
 
 
-# -------------------------------------------------------------------------- a Trainer of transformers
-
-TRAINER = "transformers.trainer.Trainer"
-
-
-def as_program(target: Any) -> Any:
-    """A function for a Trainer; everything else as it is."""
-    names = class_names(target)
-    if TRAINER in names:
-        return _trainer_steps(target)
-    if names & {"lightning.pytorch.trainer.trainer.Trainer", "pytorch_lightning.trainer.trainer.Trainer"}:
-        raise UserError(
-            "a Trainer of Lightning has no model before fit; give a function that makes the trainer with "
-            "accelerator='gpu' and calls fit"
-        )
-    return target
-
-
-def _trainer_steps(trainer: Any) -> Callable[[], None]:
-    """Trains a copy of the model with a copy of the Trainer, on the GPU that is there when it is called."""
-
-    def train() -> None:
-        from transformers import DefaultFlowCallback
-
-        one = copy.copy(trainer)
-        one.args = args = copy.copy(trainer.args)
-        args.max_steps = STEPS
-        args.eval_strategy = args.save_strategy = "no"
-        args.disable_tqdm = True
-        for cached in ("_setup_devices", "distributed_state"):  # of the machine without the GPU
-            vars(args).pop(cached, None)
-        device = args.device  # made again
-        one.model = one.model_wrapped = copy.deepcopy(trainer.model).to(device)
-        one.create_accelerator_and_postprocess()
-        one.callback_handler = copy.copy(trainer.callback_handler)
-        one.callback_handler.model = one.model
-        one.callback_handler.callbacks = [DefaultFlowCallback()]  # those that report need a network
-        one.state, one.control = copy.deepcopy(trainer.state), copy.deepcopy(trainer.control)
-        if trainer.optimizer is not None:  # given, with the parameters of the model itself
-            one.optimizer = type(trainer.optimizer)(one.model.parameters(), **trainer.optimizer.defaults)
-            one.lr_scheduler = None
-        one.train()
-
-    return train
-
-
-def class_names(value: Any) -> set[str]:
-    return {f"{kind.__module__}.{kind.__qualname__}" for kind in type(value).__mro__}
-
-
-def next_evaluation() -> int | None:
-    """The step after which the Trainer that runs now evaluates for the first time; None where none will."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and TRAINER not in class_names(frame.f_locals.get("self")):
-        frame = frame.f_back
-    if frame is None:
-        return None
-    trainer: Any = frame.f_locals["self"]
-    args, done = trainer.args, trainer.state.global_step
-    strategy = getattr(args.eval_strategy, "value", args.eval_strategy)
-    if strategy == "steps":
-        step = int(trainer.state.eval_steps or args.eval_steps)
-    elif strategy == "epoch":
-        step = -(-len(trainer.callback_handler.train_dataloader) // args.gradient_accumulation_steps)
-    else:
-        return None
-    return step if done < step < trainer.state.max_steps else None
-
-
 # ---------------------------------------------------------------------------------------------------- scripts
 
 # An optimizer that has not stepped while another made so many times the steps is not waited for.
@@ -594,15 +530,17 @@ class Script:
     steps: int = STEPS
     torchrun: bool = False  # with the environment of the first of its `ranks`
     ranks: int = 1
-    # Called with each optimizer that it makes, or with the first model that it trains before any.
+    # Called with each optimizer that it makes, or with the first model that it trains before any; and before,
+    # with each TrainingLoop.
     on_optimizer: Callable[[Any], None] | None = None
     # Called with the first of those, if it still exists, and the prediction, before the process ends.
     on_end: Callable[[Any, Prediction], Prediction] | None = None
     repeat_last_step: bool = False  # its last step is known to be like the one before, and is not run
+    model: str = ""  # the name of a model, whose step is all that the script does
 
     @property
     def name(self) -> str:
-        return self.path if self.module else Path(self.path).name
+        return self.model or (self.path if self.module else Path(self.path).name)
 
 
 def run_script(
@@ -611,17 +549,18 @@ def run_script(
     """Run the script. `finish` is called as soon as its steps repeat, from inside the script, and never
     returns: no handler of the script's can catch it, and nothing that it would do next is waited for."""
     if script.torchrun:
-        tracer.ranks = script.ranks
+        tracer.set_ranks(script.ranks)
     steps = _ScriptSteps(script, tracer, progress, finish)
     tracer.training.on_optimizer_made, tracer.training.on_optimizer_step = steps.made, steps.stepped
     tracer.training.on_parameter_update = steps.updated
+    tracer.growth.on_runaway = steps.end
     steps.begin(1)
     steps.start_watch()
     seed_generators()
     defined: dict[str, Any] = {}
     ended_at = ""
     try:
-        with tracer.in_phase("forward"):
+        with tracer.in_phase("forward"), steps.watching_loops():
             defined = run_as_main(script)
     except SystemExit as error:
         file, line = user_line(error)
@@ -760,6 +699,11 @@ class _ScriptSteps:
         if self._script.on_optimizer is not None:
             self._script.on_optimizer(optimizer)
 
+    def watching_loops(self) -> contextlib.AbstractContextManager[None]:
+        if self._script.on_optimizer is None:
+            return contextlib.nullcontext()
+        return on_each_training_loop(self._script.on_optimizer)
+
     def _remember(self, made: Any) -> None:
         if self._tracer.training.trained is None:
             self._tracer.training.trained = weakref.ref(made)
@@ -795,13 +739,13 @@ class _ScriptSteps:
                 self._tracer.note(
                     f"{len(waiting)} of {len(self._counts)} optimizers stepped fewer than {wanted} times"
                 )
-            self._end()
+            self.end()
         if is_complete:
             recorder, events = self._tracer.recorder, self._tracer.recorder.events[self._first_event :]
             repeats = self._script.repeat_last_step and 1 < min(self._counts.values()) == wanted - 1
             self.begin(most + 1)
             if repeats and recorder.repeat(events, wanted):
-                self._end()
+                self.end()
 
     def updated(self) -> None:
         """A parameter was written after a backward pass, by the program itself."""
@@ -811,16 +755,16 @@ class _ScriptSteps:
         if self._updates > 1:
             self._tracer.work.end_step()
         if self._updates > self._script.steps:
-            self._end()
+            self.end()
         if self._updates > 1:
             self.begin(self._updates)
 
-    def _end(self, why: str | None = None) -> NoReturn:
+    def end(self, why: str | None = None) -> NoReturn:
         try:
             with self._tracer.lock:  # other threads of the program wait, or the program does for the watch
                 self._stop(why)
         except Exception as error:  # which the program may catch, and which would only end the watch
-            if self._tracer.blocks_repeated and can_restart():
+            if not isinstance(error, UserError) and self._tracer.blocks_repeated and can_restart():
                 restart()
             finish(error)
 
@@ -828,14 +772,15 @@ class _ScriptSteps:
         self._check_gpu()
         what = "saving" if self._tracer.modules.evaluated else "evaluation or saving"
         later = f"what it would do later, such as {what} after an epoch, is not included ({self._more()})"
-        step = self._tracer.guard.call("evaluation", "a Trainer", next_evaluation, lambda: None)
+        step = self._tracer.guard.call("evaluation", "a trainer", registry.next_evaluation, lambda: None)
         if step is not None:
             later = (
                 f"its evaluation after step {step}, which may need more, is not included "
                 f"(--steps {step + 1} includes it)"
             )
-        why = why or f"after {self._steps_made()}: {later}"
-        self._tracer.recorder.note(f"{self._script.name} was stopped {why}")
+        if why or not self._script.model:
+            why = why or f"after {self._steps_made()}: {later}"
+            self._tracer.recorder.note(f"{self._script.name} was stopped {why}")
         self._tracer.stopped_within_step = len(self._counts) > 1
         self._tracer.work.keep_step()
         self._tracer.label_parameters()
@@ -877,7 +822,7 @@ class _ScriptSteps:
             if recorder.peak_bytes != peak or self._counts or self._updates or not active:
                 peak, since = recorder.peak_bytes, time.monotonic()
             elif time.monotonic() - since > _ENDLESS_S:
-                self._end(f"because it trains nothing and its peak had not risen for {_ENDLESS_S:.0f} s")
+                self.end(f"because it trains nothing and its peak had not risen for {_ENDLESS_S:.0f} s")
 
     def _check_gpu(self, defined: Mapping[str, Any] | None = None, ended_at: str = "") -> None:
         if self._script.on_optimizer is not None and not self._counts and not self._model_found:

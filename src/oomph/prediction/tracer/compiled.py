@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import math
 import re
 import time
 import warnings
@@ -24,17 +25,14 @@ from typing import Any
 import torch
 
 from oomph.prediction import compiler_internals as internals
+from oomph.prediction.allocator import round_up
+from oomph.prediction.compat.triton_stand_in import triton_importable
 from oomph.prediction.isolation import can_restart, restart
+from oomph.prediction.patches import Patches
 from oomph.prediction.tracer.attribution import CompiledSite, is_internal, is_loss_name
-from oomph.prediction.tracer.fake_cuda import (
-    DEVICE,
-    NullContext,
-    Patches,
-    Stream,
-    current_streams,
-    shared_memory,
-)
+from oomph.prediction.tracer.fake_cuda import L2_CACHE, NullContext, shared_memory
 from oomph.prediction.tracer.placement import PlacementMode
+from oomph.prediction.tracer.streams import DEVICE, Stream, current_streams
 from oomph.prediction.tracer.tracer import Tracer
 from oomph.torch_internals import FakeTensor, FakeTensorMode, TorchDispatchMode, current_autograd_node
 
@@ -112,6 +110,7 @@ class Compiler:
                 Patches() as patches,
                 internals.without_function_modes(),
                 internals.without_caches(),
+                triton_importable(),
                 warnings.catch_warnings(),
             ):
                 warnings.simplefilter("ignore")
@@ -201,10 +200,13 @@ class Compiler:
     def _pads_product(self, match: Any, left: Any, right: Any, op: Any, input: Any = None) -> bool:
         """Whether Inductor pads a product whose rows are not aligned.
 
-        It times both on the GPU, if the product is bound by compute. The padded one is taken to win if a size
-        is odd: rows that are not aligned to four bytes cannot be copied asynchronously.
+        It times both on the GPU. The padded one is taken to win if a size is odd and the product is bound by
+        compute: rows that are not aligned to four bytes cannot be copied asynchronously.
         """
         gpu = self._tracer.gpu
+        with contextlib.ExitStack() as timed:
+            for size in _timed(left, right):
+                timed.enter_context(self._tracer.workspace(size, "inductor.benchmark"))
         if left.dtype not in (torch.float16, torch.bfloat16) or not gpu.bf16_tflops or not gpu.bandwidth:
             return False
         m, k, n = (int(size) for size in (left.shape[-2], left.shape[-1], right.shape[-1]))
@@ -264,7 +266,7 @@ class Compiler:
                 return lambda *args, **kwargs: Kernel()
 
         program: dict[str, Any] = {"__name__": _FILE}
-        with Patches() as patches:
+        with Patches() as patches, triton_importable():
             patches.set(*internals.ASYNC_COMPILE, AsyncCompile)
             code = code.replace("torch.ops.higher_order.run_", "run_")  # ops with random numbers
             exec(compile(code, _FILE, "exec"), program)
@@ -311,6 +313,19 @@ class Compiler:
                 tracer.graph_pool = before
 
         return run
+
+
+def _timed(left: Any, right: Any) -> list[int]:
+    """Bytes that Inductor takes to time a product: factors made anew, padded ones and their product, and a
+    buffer that is written to clear the cache (_inductor/fx_passes/pad_mm.py, runtime/benchmarking.py)."""
+    item, aligned = left.element_size(), 16 // left.element_size()
+    batch = math.prod(int(size) for size in left.shape[:-2])
+    given = [int(size) for size in (left.shape[-2], left.shape[-1], right.shape[-1])]
+    m, k, n = padded = [size if size == 1 else round_up(size, aligned) for size in given]
+    factors = [batch * given[0] * given[1] * item, batch * given[1] * given[2] * item]
+    copies = [batch * m * k * item] if padded[:2] != given[:2] else []
+    copies += [batch * k * n * item] if padded[1:] != given[1:] else []
+    return [*factors, L2_CACHE, *copies, batch * m * n * item]
 
 
 def _name_of_frame(frame: Any) -> str:

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from oomph.errors import UserError
+from oomph.errors import UnknownOp, UserError
 from oomph.prediction.cuda.dispatch_keys import run_composite
 from oomph.prediction.cuda.rules import (
     ALLOCATION_ORDER,
@@ -28,6 +28,7 @@ from oomph.prediction.cuda.rules import (
     NEXT_RESULT,
     NONDETERMINISTIC,
     CudaKernel,
+    Estimated,
     HostOutputsRule,
     Search,
     Temporary,
@@ -42,7 +43,8 @@ from oomph.prediction.cuda.rules import (
     temporaries_rule,
 )
 from oomph.prediction.cuda.workspaces import CALLS_CUBLAS, CublasWorkspaces
-from oomph.prediction.tracer.fake_cuda import DEVICE, Patches
+from oomph.prediction.patches import Patches
+from oomph.prediction.tracer.attribution import find_site
 from oomph.prediction.tracer.fast_path import (
     INITIALISERS,
     VIEWS,
@@ -52,7 +54,10 @@ from oomph.prediction.tracer.fast_path import (
     is_dense,
 )
 from oomph.prediction.tracer.placement import PlacementMode, without_cuda
-from oomph.prediction.tracer.tracer import Tracer, sparse_parts
+from oomph.prediction.tracer.process_groups import take_values_of_ranks
+from oomph.prediction.tracer.recorder import sparse_parts
+from oomph.prediction.tracer.streams import DEVICE
+from oomph.prediction.tracer.tracer import Tracer
 from oomph.prediction.tracer.values import OpCall, results_like_first_argument
 from oomph.prediction.tracer.work import KERNEL_OP, MODE_COST, tensors_in
 from oomph.torch_internals import (
@@ -63,6 +68,7 @@ from oomph.torch_internals import (
     FakeTensorMode,
     OpOverload,
     TorchDispatchMode,
+    UnsupportedOperatorException,
     current_autograd_node,
     disable_torch_function,
     get_dispatch_mode,
@@ -115,6 +121,16 @@ class WrongDevice(RuntimeError):
 # In a traceback it is what the program would have met on a GPU.
 WrongDevice.__name__ = WrongDevice.__qualname__ = "RuntimeError"
 WrongDevice.__module__ = "builtins"
+
+
+# Ops that take elements by index -> of their arguments, the dimensions that the indices are of.
+_INDEXED: dict[OpOverload, Callable[..., Sequence[int]]] = {
+    aten.embedding.default: lambda table, *_: (0,),
+    aten.index_select.default: lambda table, dim, *_: (dim,),
+    aten.gather.default: lambda table, dim, *_: (dim,),
+    aten.index.Tensor: lambda table, indices: range(len(indices)),
+}
+_INDEX_ARGUMENT = {aten.index_select.default: 2, aten.gather.default: 2}
 
 
 class _OpTraits(NamedTuple):
@@ -474,19 +490,24 @@ class DispatchMode(TorchDispatchMode):
         if func is aten.index.Tensor and tracer.phase == "backward" and tracer.estimates.sizes_assumed:
             out = guard.call("results", func, partial(self._gradient_of_assigned, out), lambda: out)
         self._propagate_values(func, args, kwargs, tensors, out)
+        if func.namespace == "c10d":
+            guard.call("values", func, partial(take_values_of_ranks, tracer.values, func, args), _nothing)
         tracer.estimates.note_effects(func, args)
-        if func is aten._to_copy.default and not gpu:
-            tracer.record_move(args[0])
-        elif tracer.phase == "forward" and not tracer.modules.inside_model:
+        is_move = func is aten._to_copy.default and not gpu
+        if not is_move and tracer.phase == "forward" and not tracer.modules.inside_model:
             tracer.batches.record_use(tensors, in_loss=True)
         if func is aten._pack_padded_sequence.default and tracer.batch_sizes is not None:
             lengths = tracer.values.known(args[1])
             if lengths is not None:
                 tracer.batch_sizes.check_lengths(args[0], lengths, args[2])
+        if func in _INDEXED and tracer.phase == "forward":
+            guard.call("index check", func, partial(self._check_index, func, args), _nothing)
         if func is aten.embedding.default:
             guard.call("rows", func, partial(tracer.record_embedding, args[0], args[1]), _nothing)
         if tracer.call.place != "host":
             self._record_results(traits, expanded or args, kwargs, tensors, out)
+            if is_move:
+                tracer.record_move(args[0], out)
             if not traits.is_deterministic:
                 self._check_deterministic(func, args, kwargs)
         if tracer.work.counting and not self._count_copy(func, args, kwargs, gpu):
@@ -564,7 +585,7 @@ class DispatchMode(TorchDispatchMode):
                 next(results or iter(()), None)
             elif isinstance(size, Search):
                 self.tracer.record_search(size)
-            elif size > 0:
+            elif size > 0 or isinstance(size, Estimated):
                 live.append(self.tracer.record_workspace(size, name))
             else:
                 freed = next((allocation for allocation in live if allocation.bytes == -size), None)
@@ -580,6 +601,23 @@ class DispatchMode(TorchDispatchMode):
             site = self.tracer.attribution()[0]
             where = "" if site is None else f" of {site.file}:{site.line}"
             raise program_error(RuntimeError(f"{func.overloadpacket.__name__}{where}{NO_KERNEL}"))
+
+    def _check_index(self, func: OpOverload, args: Sequence[Any]) -> None:
+        """Raise where CUDA's kernels assert: for an index that is known, and beyond the table."""
+        table, dims, indices = args[0], _INDEXED[func](*args), args[_INDEX_ARGUMENT.get(func, 1)]
+        for dim, index in zip(
+            dims, indices if isinstance(indices, (list, tuple)) else [indices], strict=False
+        ):
+            if index is None or index.dtype not in (torch.int64, torch.int32) or not index.numel():
+                continue
+            found = self.tracer.values.of(index)
+            if found.known and found.values.numel() and int(found.values.max()) >= table.shape[dim]:
+                raise program_error(
+                    IndexError(
+                        f"index {int(found.values.max())} is out of range for dimension {dim} of size "
+                        f"{table.shape[dim]} ({op_name(func)} of a tensor of shape {list(table.shape)})"
+                    )
+                )
 
     def _check_devices(self, func: OpOverload, tensors: list[torch.Tensor]) -> None:
         """Raise as CUDA does when an op mixes devices. Host scalars are allowed, as on CUDA.
@@ -640,11 +678,21 @@ class DispatchMode(TorchDispatchMode):
                     raise
                 failure = error
         else:
-            raise program_error(failure)
+            raise self._refusal(func, failure, tensors_in(args, kwargs))
         self.tracer.reads += 1
         rule = partial(self.tracer.estimates.data_dependent_result, self._fake, func, args, kwargs)
         general = partial(results_like_first_argument, self._fake, func, args)
         return self.tracer.guard.call("results", func, rule, general)
+
+    def _refusal(self, func: OpOverload, failure: Exception, tensors: Iterable[torch.Tensor]) -> Exception:
+        """What torch's fake kernel raised: the program's mistake, or an op that only CUDA's kernels know."""
+        unknown = isinstance(failure, UnsupportedOperatorException)
+        if not unknown and not str(failure).startswith("Could not run '"):
+            return program_error(failure)
+        if any(map(self.tracer.on_gpu, tensors)):
+            return UnknownOp(op_name(func), find_site(self.tracer.boundary)[0])
+        # The rest of the text is the list of all kernels.
+        return program_error(NotImplementedError(str(failure).partition(" This could be")[0]))
 
     def _faked_in_float32(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Torch fakes these ops by the CPU's kernels, which lack the types of half precision."""
@@ -831,7 +879,7 @@ class GradientReuse:
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
-        self._sole_owner_counts = count_uses_of_gradient()
+        self._sole_owner_counts = _uses_of_gradient or count_uses_of_gradient()
 
     def writes_into_first(self, func: OpOverload, args: Sequence[Any]) -> bool:
         """Whether autograd would write the op's result into its first argument."""
@@ -868,7 +916,15 @@ def _use_counts(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor_use_count(tensor), storage_use_count(storage_id(tensor.untyped_storage()))
 
 
-@functools.cache
+_uses_of_gradient: tuple[int, int] | None = None
+
+
+def remember_uses_of_gradient(counts: tuple[int, int]) -> None:
+    """What `count_uses_of_gradient` has found, here or in a fork of this process."""
+    global _uses_of_gradient
+    _uses_of_gradient = counts
+
+
 def count_uses_of_gradient() -> tuple[int, int]:
     """Of a tensor that autograd alone holds. The dispatch path adds some, in each torch release others."""
     found: list[tuple[int, int]] = []

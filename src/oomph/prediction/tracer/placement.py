@@ -13,7 +13,9 @@ from torch.overrides import TorchFunctionMode
 
 from oomph import torch_internals as internals
 from oomph.prediction.cuda.rules import program_error
-from oomph.prediction.tracer.fake_cuda import DEVICE, LegacyTensorType, Patches
+from oomph.prediction.patches import Patches
+from oomph.prediction.tracer.fake_cuda import LegacyTensorType
+from oomph.prediction.tracer.streams import DEVICE
 from oomph.prediction.tracer.tracer import Place, Tracer
 from oomph.torch_internals import (
     FakeTensor,
@@ -67,8 +69,8 @@ class PlacementMode(TorchFunctionMode):
 
     def _call(self, func: Any, args: Sequence[Any], given: dict[str, Any]) -> Any:
         call = self.tracer.call
-        if given.get("pin_memory"):
-            given["pin_memory"] = False
+        if given.pop("pin_memory", False):
+            return self.tracer.pinned.add(self._call(func, args, given))
         device = given.get("device")
         place = place_of(device) if device is not None else None
         if place is not None:
@@ -119,7 +121,7 @@ def place_of(device: Any) -> Place | None:
     kind = asked.type
     if kind == "cuda" and asked.index:
         message = f"CUDA error: invalid device ordinal ({asked} was asked for; one GPU is traced)"
-        raise program_error(RuntimeError(message))
+        raise program_error(torch.AcceleratorError(message))
     return {"cuda": "gpu", "cpu": "host"}.get(kind)  # type: ignore[return-value]
 
 
@@ -454,7 +456,8 @@ def install_tensor_device(patches: Patches, tracer: Tracer) -> None:
             lambda: list_elements(tensor),
         )
 
-    list_elements = FakeTensor.tolist
+    list_elements, is_shared = FakeTensor.tolist, torch.Tensor.is_shared
+    patches.set(torch.Tensor, "is_shared", lambda tensor: tracer.on_gpu(tensor) or is_shared(tensor))
     patches.set(FakeTensor, "tolist", tolist)
     patches.set(FakeTensor, "device", property(device))
     make_wrapper = getattr(*internals.MAKE_WRAPPER_SUBCLASS)

@@ -38,9 +38,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from oomph.prediction.isolation import can_restart, finish, restart
+from oomph.prediction.isolation import can_restart, finish, restart, restarted_without
 from oomph.prediction.tracer.fast_path import FastPath
-from oomph.prediction.tracer.tracer import PendingAllocation, Tracer
+from oomph.prediction.tracer.recorder import PendingAllocation
+from oomph.prediction.tracer.tracer import Tracer
 from oomph.prediction.tracer.work import Kernel, KernelsMark
 from oomph.records import Event
 from oomph.torch_internals import (
@@ -451,10 +452,10 @@ class RepeatedBlocks:
         return found
 
     def _names_outside(self, traced: _TracedBlock) -> dict[int, Ref]:
-        """Allocations from before that every block has: its input, its parameters and buffers."""
+        """Allocations from before that every block has: its input, and the tensors of its modules."""
         recorder = self._tracer.recorder
         names: dict[int, Ref] = {}
-        for index, tensor in enumerate((*traced.module.parameters(), *traced.module.buffers())):
+        for index, tensor in enumerate(_tensors_of(traced.module)):
             names[_id(recorder.allocation_of(tensor))] = "tensor", index
         names[traced.input] = "input", 0
         names.pop(-1, None)
@@ -617,6 +618,23 @@ class RepeatedBlocks:
         return found
 
 
+def _tensors_of(block: nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters, buffers, and what a parameter holds in attributes: a quantized weight, its scales."""
+    parameters = tuple(block.parameters())
+    yield from (*parameters, *block.buffers())
+    for parameter in parameters:
+        yield from _tensors_in(vars(parameter))
+
+
+def _tensors_in(attributes: Mapping[str, Any], depth: int = 3) -> Iterator[torch.Tensor]:
+    """In attributes of an object, and in those of the objects there."""
+    for value in attributes.values():
+        if isinstance(value, FakeTensor):
+            yield value
+        elif depth and hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module, torch.Tensor)):
+            yield from _tensors_in(vars(value), depth - 1)
+
+
 class _RepeatedBlock:
     """A block that was not run: what its forward pass has left, until its backward pass."""
 
@@ -630,8 +648,8 @@ class _RepeatedBlock:
 
     def _tensors(self) -> dict[Ref, int]:
         recorder = self._tracer.recorder
-        tensors = (*self._module.parameters(), *self._module.buffers())
-        return {("tensor", index): _id(recorder.allocation_of(each)) for index, each in enumerate(tensors)}
+        tensors = enumerate(_tensors_of(self._module))
+        return {("tensor", index): _id(recorder.allocation_of(each)) for index, each in tensors}
 
     def run_forward(self, forward: _Forward, input: torch.Tensor) -> FakeTensor:
         ids = self._tensors()
@@ -942,6 +960,7 @@ def _only_passed_on(kind: type, name: str) -> bool:
 
 # ------------------------------------------------------------------------------------------- calls of a model
 
+_SHORT_CUT = "repeated calls"
 _SMALL_GROWTH = 1 << 18  # bytes since the last traced call, such as the tokens of a generation
 _TRACED_TIMES = 3  # until then the allocator finds blocks for all requests among those of the calls before
 
@@ -961,6 +980,7 @@ class _TracedCall:
     module: weakref.ref[nn.Module]
     live_bytes: int  # before the call
     growth: int  # by which they may differ before the next one; 0: the call keeps more than its results
+    left: int  # by the call before and its caller: results that they keep
     times: int  # it was traced one after the other
     step: int  # the last in which it was traced: every step has its peak
     results: list[Any]  # _TensorLike for a tensor
@@ -994,8 +1014,10 @@ class RepeatedCalls:
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
         self._traced: dict[Any, _TracedCall] = {}
+        self._possible = not restarted_without(_SHORT_CUT)
+        self._repeated: dict[Any, int] = {}  # bytes alive before the last call, if that was repeated
         self._pending: list[_TracedCall] = []  # called since the last backward pass, and repeated in it
-        self._last: _TracedCall | None = None  # traced since the last backward pass
+        self._new: list[_TracedCall] = []  # traced since the last backward pass
         self.graph_is_read = False  # by autograd.grad, or a second pass: calls need graphs of their own
 
     def call(self, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -1004,8 +1026,10 @@ class RepeatedCalls:
         tracer.batches.record_use(given[0])
         live = tracer.recorder.live_bytes
         try:
-            key = self._key(module, *given)
+            key = self._key(module, *given) if self._possible else None
         except _NotRepeatable:
+            key = None
+        if tracer.phase == "backward":  # what a checkpoint recomputes is a part of that pass
             key = None
         if key is None:  # not inside of `except`: an error of the program would show both tracebacks
             return forward(module, *args, **kwargs)
@@ -1013,7 +1037,14 @@ class RepeatedCalls:
         same = known is not None and abs(known.live_bytes - live) <= known.growth
         often = known is not None and known.times >= _TRACED_TIMES and known.step == tracer.step
         kept = known is not None and len(known.events) > 0
+        before = self._repeated.pop(key, None)
+        if known is not None and before is not None and live - before < known.left - _SMALL_GROWTH:
+            if can_restart():  # the module itself keeps results
+                restart(_SHORT_CUT)
+            kept = False
         if known is not None and (same or kept) and often and known.module() is module:
+            if not same:
+                self._repeated[key] = live
             return self._repeat(known, module, () if same else known.events)
         first, kernels = len(tracer.recorder.allocations), len(tracer.work.kernels)
         first_event = len(tracer.recorder.events)
@@ -1035,10 +1066,11 @@ class RepeatedCalls:
             same = same or (kept and known is not None and self._same(known.events, events))
             times = known.times + 1 if known is not None and same else 1
             growth = _SMALL_GROWTH if keeps_results else 0
-            self._last = self._traced[key] = _TracedCall(
+            self._traced[key] = _TracedCall(
                 weakref.ref(module),
                 live,
                 growth,
+                live - known.live_bytes if known is not None else 0,
                 times,
                 tracer.step,
                 results,
@@ -1047,6 +1079,8 @@ class RepeatedCalls:
                 [],
                 events,
             )
+            if torch.is_grad_enabled():
+                self._new.append(self._traced[key])
         return out
 
     def _events(self, first_event: int, first: int, results: set[int]) -> list[Event]:
@@ -1128,10 +1162,10 @@ class RepeatedCalls:
     def after_backward(self, kernels: int) -> None:
         """`kernels`: how many had been counted before it."""
         work = self._tracer.work
-        if self._last is not None and not self._pending:
-            self._last.backward = work.kernels[kernels:]
-        elif self._pending and work.counting:
+        if self._pending and work.counting:
             # These include the kernels of the loss, which runs outside of the model.
             work.kernels[kernels:] = self._pending[-1].backward
-        self._last = None
+        for each in self._new:
+            each.backward = work.kernels[kernels:]
+        self._new.clear()
         self._pending.clear()

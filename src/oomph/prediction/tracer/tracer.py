@@ -1,6 +1,4 @@
-"""The state of one trace: where tensors are placed, which phase runs, who made an allocation; and the record
-of the fake GPU: which storages are on it, and every allocation and free in order.
-"""
+"""The state of one trace: where tensors are placed, which phase runs, who made an allocation."""
 
 from __future__ import annotations
 
@@ -8,10 +6,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from operator import attrgetter
 from types import FrameType
 from typing import Any, Literal, NamedTuple
 
@@ -20,302 +15,38 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from oomph.gpus import GPU
-from oomph.prediction.cuda.rules import RuleContext, RuleGuard, Search
-from oomph.prediction.isolation import without_collection
+from oomph.prediction.cuda.rules import Estimated, RuleContext, RuleGuard, Search
 from oomph.prediction.tracer.attribution import (
     CompiledSite,
-    HolderSearch,
     ModuleStack,
     StackBoundary,
     find_site,
     in_loss_function,
 )
 from oomph.prediction.tracer.batch_sizes import BatchSizes
-from oomph.prediction.tracer.fake_cuda import current_streams
+from oomph.prediction.tracer.fake_cuda import gpus_of_node, show_devices
+from oomph.prediction.tracer.growth import GrowthWatch
+from oomph.prediction.tracer.holders import HolderSearch
+from oomph.prediction.tracer.recorder import (
+    AllocationRecorder,
+    Describe,
+    PendingAllocation,
+    PinnedMemory,
+    inner_tensors,
+)
+from oomph.prediction.tracer.streams import current_streams
 from oomph.prediction.tracer.values import ValueEstimates, Values
 from oomph.prediction.tracer.work import KernelCounter
-from oomph.records import CUDNN_SEARCH, Allocation, BatchTensor, Event, Kind, Note, Progress, Site, Stage
+from oomph.records import CUDNN_SEARCH, BatchTensor, Kind, Progress, Site, Stage
 from oomph.torch_internals import (
     FakeTensor,
     FakeTensorMode,
     OpOverload,
     disable_dispatch_modes,
     disable_torch_function,
-    functorch_unwrapped,
     get_sequence_nr,
-    is_functorch_wrapped,
-    is_traceable_wrapper_subclass,
     running_sequence_nr,
-    storage_id,
 )
-
-# ---------------------------------------------------------------------------------- the record of allocations
-
-_STAGE_OF_KIND: dict[Kind, Stage] = {
-    "parameter": "parameters",
-    "buffer": "parameters",
-    "gradient": "gradients",
-    "optimizer state": "optimizer state",
-    "weight average": "weight averages",
-    "batch": "batch",
-    "workspace": "workspace",
-}
-
-
-# Of a tuple. There are hundreds of thousands, and a named tuple's own constructor is a function in Python.
-_event = functools.partial(tuple.__new__, Event)
-
-
-@dataclass(slots=True)
-class PendingAllocation:
-    """An Allocation whose kind may still change: what it became (a gradient) is often known later."""
-
-    id: int
-    bytes: int
-    shape: tuple[int, ...]
-    dtype: str
-    op: str
-    module: str
-    site: Site | None
-    during: Stage
-    step: int
-    kind: Kind
-    saved: bool = False
-    stream: int = 0
-    parent: int | None = None
-    call: int = 0
-    differentiable: bool = False
-    cloned: bool = False  # a copy of another tensor; of a parameter, perhaps to average it
-
-    def description(self) -> tuple[Any, ...]:
-        """What two allocations have in common that the same line makes for the same purpose."""
-        return self.bytes, self.shape, self.dtype, self.op, self.module, self.site, self.during, self.stream
-
-    @property
-    def stage(self) -> Stage:
-        return _STAGE_OF_KIND.get(self.kind, self.during)
-
-    def again(self, id: int, step: int) -> PendingAllocation:
-        """A copy; dataclasses.replace takes many times as long."""
-        new = PendingAllocation(*_fields_of_pending(self))
-        new.id, new.step = id, step
-        return new
-
-    def finish(self) -> Allocation:
-        return Allocation._make(_fields_of_allocation(self))
-
-
-_fields_of_pending = attrgetter(*(each.name for each in fields(PendingAllocation)))
-_fields_of_allocation = attrgetter(*Allocation._fields)
-Describe = Callable[[int, int, torch.Tensor], PendingAllocation]  # of an id, a size in bytes and the tensor
-
-
-def inner_tensors(tensor: torch.Tensor) -> Iterator[FakeTensor]:
-    """The fake tensors that hold a tensor's data: itself, or those inside of a wrapper."""
-    if isinstance(tensor, FakeTensor):
-        yield tensor
-    elif type(tensor) is torch.Tensor and is_functorch_wrapped(tensor):
-        yield from inner_tensors(functorch_unwrapped(tensor))
-    elif is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from inner_tensors(getattr(tensor, name))
-
-
-def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The indices and values of a sparse tensor; a dense one itself."""
-    if tensor.layout is torch.strided:
-        return (tensor,)
-    if tensor.layout is torch.sparse_coo:
-        return tensor._indices(), tensor._values()
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-
-
-class AllocationRecorder:
-    """Storages are identified by their C++ identity; a weak reference reports when one is freed."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-        self.allocations: list[PendingAllocation] = []  # by id
-        self.notes: dict[Note, None] = {}  # in order, each once
-        self.live_bytes = 0
-        self._streams_recorded = False
-        self.peak_bytes = 0  # as torch.cuda.max_memory_allocated gives the program
-        self._storages: dict[int, tuple[PendingAllocation, weakref.ref[torch.UntypedStorage]]] = {}
-
-    def mark(self, label: str) -> None:
-        self.events.append(Event("mark", -1, label))
-
-    def note(self, text: str, site: Site | None = None) -> None:
-        self.notes[Note(text, site)] = None
-
-    def note_once(self, text: str, site: Site | None) -> None:
-        """Note the first line that causes it; other lines would only repeat it."""
-        if not any(note.text == text for note in self.notes):
-            self.note(text, site)
-
-    def is_on_gpu(self, tensor: torch.Tensor) -> bool:
-        try:
-            return storage_id(tensor.untyped_storage()) in self._storages
-        except NotImplementedError:  # a sparse tensor is where its values are
-            return self.is_on_gpu(sparse_parts(tensor)[-1])
-
-    def allocation_of(self, tensor: torch.Tensor) -> PendingAllocation | None:
-        return self.allocation_of_storage(sparse_parts(tensor)[-1].untyped_storage())
-
-    def allocation_of_storage(self, storage: torch.UntypedStorage) -> PendingAllocation | None:
-        entry = self._storages.get(storage_id(storage))
-        return entry[0] if entry else None
-
-    def allocations_of(self, tensor: torch.Tensor) -> Iterator[PendingAllocation]:
-        return filter(None, map(self.allocation_of, inner_tensors(tensor)))
-
-    def live_allocations(self) -> Iterator[PendingAllocation]:
-        return (allocation for allocation, _ in self._storages.values())
-
-    def live_storages(self) -> Iterator[tuple[int, torch.UntypedStorage]]:
-        found = [(allocation.id, ref()) for allocation, ref in self._storages.values()]
-        return ((id, storage) for id, storage in found if storage is not None)
-
-    def is_alive(self, id: int) -> bool:
-        return any(allocation.id == id for allocation in self.live_allocations())
-
-    def record_tensor(self, tensor: torch.Tensor, describe: Describe) -> None:
-        """Record the tensor's storage as a new allocation, unless it is on the GPU already."""
-        storage = tensor.untyped_storage()
-        if storage_id(storage) in self._storages:
-            return
-        allocation = describe(len(self.allocations), storage.nbytes(), tensor)
-        self.record_allocation(allocation)
-        self.watch(storage, allocation)
-
-    def record_tensor_resize(self, tensor: torch.Tensor, describe: Describe) -> None:
-        """After an op that may have resized the tensor's storage: a storage of another size is a new one."""
-        key = storage_id(tensor.untyped_storage())
-        entry = self._storages.get(key)
-        if entry is not None and entry[0].bytes != tensor.untyped_storage().nbytes():
-            del self._storages[key]
-            self.record_tensor(tensor, describe)  # the new one exists before the old one is freed
-            self.record_free(entry[0])
-
-    def record_storage_resize(self, storage: torch.UntypedStorage, size: int) -> None:
-        """The same for a storage that was resized by itself."""
-        entry = self._storages.get(storage_id(storage))
-        if entry is None or entry[0].bytes == size:
-            return
-        old = entry[0]
-        new = replace(old, id=len(self.allocations), bytes=size)
-        self.record_allocation(new)
-        self.record_free(old)
-        self.watch(storage, new)
-
-    def record_allocation(self, allocation: PendingAllocation) -> None:
-        self.allocations.append(allocation)
-        self.events.append(_event(("alloc", allocation.id, "")))
-        self.live_bytes += allocation.bytes
-        if self.live_bytes > self.peak_bytes:
-            self.peak_bytes = self.live_bytes
-
-    def record_free(self, allocation: PendingAllocation) -> None:
-        self.live_bytes -= allocation.bytes
-        self.events.append(_event(("free", allocation.id, "")))
-
-    @contextlib.contextmanager
-    def fused(self) -> Iterator[None]:
-        """What runs inside is one kernel: what it allocates and frees again is never stored."""
-        first, peak = len(self.events), self.peak_bytes
-        yield
-        inside = self.events[first:]
-        freed = {event.id for event in inside if event.action == "free"}
-        freed &= {event.id for event in inside if event.action == "alloc"}
-        self.events[first:] = [event for event in inside if event.id not in freed]
-        self.peak_bytes = max(peak, self.live_bytes)
-
-    def record_stream(self, tensor: torch.Tensor, stream: int) -> None:
-        """`stream` uses the tensor, too: its memory is not reused before that stream is done with it."""
-        for allocation in self.allocations_of(tensor):
-            if allocation.stream != stream:
-                self.events.append(Event("mark", allocation.id, "record_stream"))
-                self._streams_recorded = True
-
-    def synchronize(self) -> None:
-        """The host waits for the GPU; recorded where it decides what memory can be reused."""
-        if self._streams_recorded:
-            self.mark("synchronize")
-
-    @without_collection()
-    def repeat(self, events: Sequence[Event], step: int, record: bool = True) -> bool:
-        """Record the events once more, as if what caused them ran again in `step`.
-
-        False, and nothing is recorded, unless the events leave the memory as they found it: for each earlier
-        allocation that they free, such as the loss before, they leave one like it, and one is alive now.
-        `record=False` only says whether they do.
-        """
-        made = {event.id for event in events if event.action == "alloc"}
-        freed = [event.id for event in events if event.action == "free"]
-        left = made.difference(freed)
-        alive: dict[Any, list[tuple[PendingAllocation, Any]]] = {}
-        for allocation, ref in self._storages.values():
-            alive.setdefault(allocation.description(), []).append((allocation, ref))
-        new_ids: dict[int, int] = {}
-        held: dict[Any, list[Any]] = {}  # references to the storages of the earlier allocations
-        for id in freed:
-            if id in made:
-                continue
-            description = self.allocations[id].description()
-            if not alive.get(description):
-                return False
-            allocation, ref = alive[description].pop()
-            new_ids[id] = allocation.id
-            held.setdefault(description, []).append(ref)
-        if Counter(self.allocations[id].description() for id in left) != Counter(
-            {description: len(refs) for description, refs in held.items()}
-        ):
-            return False
-        if not record:
-            return True
-        self.record_again(events, step, new_ids)
-        for id in left:  # the program holds the earlier tensor, which stands for the new one from here on
-            storage = held[self.allocations[id].description()].pop()()
-            if storage is not None:
-                self.watch(storage, self.allocations[new_ids[id]])
-        return True
-
-    def record_again(self, events: Sequence[Event], step: int, new_ids: dict[int, int]) -> None:
-        """Record the events with new allocations, whose ids are added to `new_ids`."""
-        for action, id, label in events:
-            if id >= 0 and self.allocations[id].op == CUDNN_SEARCH:  # made once
-                continue
-            if action == "alloc":
-                old = self.allocations[id]
-                new = old.again(len(self.allocations), step)
-                if old.parent is not None:
-                    new.parent = new_ids.get(old.parent, old.parent)
-                new_ids[id] = new.id
-                self.record_allocation(new)
-            elif action == "free":
-                self.record_free(self.allocations[new_ids[id]])
-            else:
-                self.events.append(Event(action, new_ids.get(id, id), label))
-
-    def close(self) -> None:
-        """Stop recording frees: what is freed after the trace is not part of it."""
-        self._storages.clear()
-
-    def release(self, storage: torch.UntypedStorage) -> None:
-        """Record that a storage is freed now; whoever has it frees it later, without being watched."""
-        self.record_free(self._storages.pop(storage_id(storage))[0])
-
-    def watch(self, storage: torch.UntypedStorage, allocation: PendingAllocation) -> None:
-        """Record the allocation as freed when the storage is."""
-        key = storage_id(storage)
-
-        def freed(_: object) -> None:
-            del self._storages[key]
-            self.record_free(allocation)
-
-        self._storages[key] = (allocation, weakref.ref(storage, freed))
 
 
 class LoggedOp(NamedTuple):
@@ -376,10 +107,29 @@ class Training:
         self.on_optimizer_step: Callable[[torch.optim.Optimizer], None] | None = None
         self.on_parameter_update: Callable[[], None] | None = None  # by the program itself
         self.gradients_are_new = False  # a backward pass has run since parameters were last updated
-        self.ran_backward = False
+        self.backward_passes = 0
+        self._stepped_after: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
+            weakref.WeakKeyDictionary()
+        )
         self.data_loaders: weakref.WeakSet[Any] = weakref.WeakSet()  # that are read: iterators
         # Ids of the parameters written since that update: code that sets first values writes each once.
         self._written: set[int] = set()
+
+    @property
+    def ran_backward(self) -> bool:
+        return self.backward_passes > 0
+
+    def stepped(self, optimizer: torch.optim.Optimizer, module_calls: int) -> None:
+        """A call that follows no backward pass is a part of the step before, as of libraries that update one
+        group of parameters after the other. One that follows nothing at all makes the optimizer's state."""
+        self.optimizer_steps += 1
+        self.module_calls_at_update = module_calls
+        passes, before = self.backward_passes, self._stepped_after.get(optimizer)
+        self._stepped_after[optimizer] = passes
+        if (passes == before and passes) or (not passes and not module_calls):
+            return
+        if self.on_optimizer_step is not None:
+            self.on_optimizer_step(optimizer)
 
     def parameter_written(self, parameter: int) -> None:
         if not self.gradients_are_new:
@@ -395,8 +145,21 @@ class MovedBatches:
     """What the program moves from the host to the GPU outside of modules: its batches."""
 
     def __init__(self) -> None:
-        self.moved: dict[BatchTensor, set[int]] = {}  # and in which steps
+        self.moved: dict[int, tuple[BatchTensor, int]] = {}  # by allocation, with the step
+        # By the result of ops on them, before a model was called: parameters may be joined from parts.
+        self._parts: dict[int, set[int]] = {}
         self.rows_used: set[int] = set()  # first sizes of what models take, or the loss beside results
+
+    def record_parts(self, result: int, operands: Iterable[PendingAllocation | None]) -> None:
+        ids = [one.id for one in operands if one is not None]
+        parts = {id for id in ids if id in self.moved}.union(*(self._parts.get(id, ()) for id in ids))
+        if parts:
+            self._parts[result] = parts
+
+    def forget(self, weight: int) -> None:
+        """It was loaded onto the GPU, and is no batch."""
+        for id in (weight, *self._parts.pop(weight, ())):
+            self.moved.pop(id, None)
 
     def record_use(self, given: Iterable[Any], in_loss: bool = False) -> None:
         """The arguments of a model, or the operands of an op outside of models."""
@@ -409,18 +172,18 @@ class MovedBatches:
     def tensors(self) -> tuple[BatchTensor, ...]:
         """What the program moved to the GPU, without vectors of other lengths than those that a model or the
         loss takes: sizes that a trainer gathers, a noise schedule."""
-        rows = self.rows_used | {one.shape[0] for one in self.moved if len(one.shape) > 1}
-        used = (one for one in self.moved if len(one.shape) > 1 or one.shape[0] in rows)
-        return tuple(used) or tuple(self.moved)
+        moved = dict.fromkeys(one for one, _ in self.moved.values())
+        rows = self.rows_used | {one.shape[0] for one in moved if len(one.shape) > 1}
+        used = (one for one in moved if len(one.shape) > 1 or one.shape[0] in rows)
+        return tuple(used) or tuple(moved)
 
     def lengths_differ(self) -> bool:
         """Whether tensors of as many samples are longer in one step than in another. What is prepared before
         the loop counts as the first step."""
         in_step: dict[Any, set[tuple[int, ...]]] = {}
-        for one, steps in self.moved.items():
-            for step in steps:
-                if step > 1 and len(one.shape) > 1:
-                    in_step.setdefault((one.dtype, len(one.shape), one.shape[0], step), set()).add(one.shape)
+        for one, step in self.moved.values():
+            if step > 1 and len(one.shape) > 1:
+                in_step.setdefault((one.dtype, len(one.shape), one.shape[0], step), set()).add(one.shape)
         in_first: dict[Any, set[tuple[int, ...]]] = {}
         return any(in_first.setdefault(kind[:-1], shapes) != shapes for kind, shapes in in_step.items())
 
@@ -431,6 +194,7 @@ class Tracer:
     def __init__(self, gpu: GPU) -> None:
         self.gpu = gpu
         self.threads = {threading.get_ident()}  # of the program; others of the process are not traced
+        self.pinned = PinnedMemory()
         # The fake tensors say "cpu" to torch: on device "cuda" autograd would look for a CUDA driver.
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.recorder = AllocationRecorder()
@@ -501,7 +265,10 @@ class Tracer:
         self.caller: FrameType | None = None
         self.line: tuple[Site | None, bool] | None = None
         self.embeddings: dict[tuple[str, int], int] = {}  # module, rows -> rows that indices reach
-        self.holders = HolderSearch(self)
+        self.holders = HolderSearch(
+            self.recorder, self.modules, self.boundary, self.guard, lambda: self.step, self.label_parameters
+        )
+        self.growth = GrowthWatch(self.site)
         self.sizes: Mapping[str, int] = {}  # of the Workload
         self.search_limit = 0  # bytes that cuDNN's search may fill
         self._searched: set[Hashable] = set()  # convolutions
@@ -563,6 +330,10 @@ class Tracer:
             yield
         finally:
             self._loss_after = None
+
+    def set_ranks(self, ranks: int) -> None:
+        self.ranks = ranks
+        show_devices(gpus_of_node(ranks))
 
     def mark_live_as_batch(self) -> None:
         """The function that ran was only the set-up of the step that it returned."""
@@ -705,6 +476,11 @@ class Tracer:
             if allocation is not None:
                 allocation.kind = "gradient"
 
+    def before_root_call(self, model: torch.nn.Module) -> None:
+        """Called before each call of a module that is inside no other."""
+        self.holders.before_call()
+        self.growth.before_call(id(model), self.recorder.live_bytes)
+
     def name_modules(self, model: torch.nn.Module) -> None:
         """Give every module of the model its path."""
         rule = functools.partial(self.modules.name, model)
@@ -724,6 +500,7 @@ class Tracer:
                     allocation.kind, allocation.module, allocation.op = kind, owner, kind
                     made_by = self.parameter_sites.get(tensor) or self.buffer_sites.get(tensor)
                     allocation.site = made_by or allocation.site
+                    self.batches.forget(allocation.id)
         for tensor in self.parameter_sites:
             for allocation in self.recorder.allocations_of(tensor):
                 if allocation.kind not in _OF_MODEL:
@@ -734,6 +511,9 @@ class Tracer:
 
     def record_result(self, tensor: torch.Tensor, op: str, operands: Sequence[torch.Tensor] = ()) -> None:
         """Record a result of `op` on the GPU, if its storage is new."""
+        if not self.modules.completed and not self.modules.inside_model and self.batches.moved:
+            number = len(self.recorder.allocations)
+            self.batches.record_parts(number, map(self.recorder.allocation_of, operands))
         self.recorder.record_tensor(tensor, self._describe(op, operands[:_MOST_OPERANDS]))
 
     def is_batch(self, source: torch.Tensor) -> bool:
@@ -745,10 +525,11 @@ class Tracer:
         held = held or self.loads_state or source.layout is not torch.strided
         return source.dim() > 0 and self.phase == "forward" and not held and not self.modules.inside_model
 
-    def record_move(self, source: torch.Tensor) -> None:
-        if source.numel() and self.is_batch(source):
-            dtype = str(source.dtype).removeprefix("torch.")
-            self.batches.moved.setdefault(BatchTensor("", tuple(source.shape), dtype), set()).add(self.step)
+    def record_move(self, source: torch.Tensor, moved: torch.Tensor) -> None:
+        allocation = self.recorder.allocation_of(moved)
+        if allocation is not None and source.numel() and self.is_batch(source):
+            one = BatchTensor("", tuple(source.shape), str(source.dtype).removeprefix("torch."))
+            self.batches.moved[allocation.id] = one, self.step
 
     def record_in_place(self, tensor: torch.Tensor, op: str) -> None:
         """Record a tensor that `op` wrote into again, if its storage was resized."""
@@ -814,8 +595,21 @@ class Tracer:
         """Record bytes that no tensor shows; the caller frees them, or they stay for good."""
         site, path, stage = self.attribution()
         id = len(self.recorder.allocations)
+        most = size.most if isinstance(size, Estimated) else None
+        size, stream = int(size), self.stream()
         allocation = PendingAllocation(
-            id, size, (size,), "uint8", op, path, site, stage, self.step, "workspace", stream=self.stream()
+            id,
+            size,
+            (size,),
+            "uint8",
+            op,
+            path,
+            site,
+            stage,
+            self.step,
+            "workspace",
+            stream=stream,
+            most=most,
         )
         self.recorder.record_allocation(allocation)
         return allocation

@@ -1134,6 +1134,7 @@ class ValueEstimates:
         self.last_condition: Condition | None = None
         self.loops_cut = self._loops.cut
         self.sizes_assumed = False
+        self.result_rows: Mapping[str, Callable[[int], int]] = {}  # of ops of libraries: typical, of so many
 
     def scalar(self, tensor: torch.Tensor) -> bool | int | float:
         """`.item()`, `if tensor:`"""
@@ -1272,10 +1273,10 @@ class ValueEstimates:
             options = {name: value for name, value in kwargs.items() if name != "out"}
             result = self.data_dependent_result(fake, func.overloadpacket.default, args, options)
             return fake(aten.resize_.default, (kwargs["out"], list(result.shape)), {})
-        if func.name() == "torchvision::nms":
-            boxes = args[0].shape[0]
-            kept = self._size("torchvision.nms", math.ceil(boxes / 2), boxes)
-            return self._spread_evenly(_empty(fake, (kept,), torch.int64), boxes)
+        if func.name() in self.result_rows:  # which are numbered
+            there = args[0].shape[0]
+            kept = self._size(op_name(func), self.result_rows[func.name()](there), there)
+            return self._spread_evenly(_empty(fake, (kept,), torch.int64), there)
         rule = DATA_DEPENDENT_RESULTS.get(func.overloadpacket)
         if rule is None:
             self._note(
@@ -1626,13 +1627,27 @@ def _frame(site: Site) -> FrameType | None:
     return frame
 
 
+class _Mark:
+    """Tells the executions of a function apart: ids of frames are used again, and a frame that is held keeps
+    its tensors. It is in the place of the function that sys.settrace has for the frame, and calls it."""
+
+    def __init__(self, traced: Any) -> None:
+        self._traced = traced
+
+    def __call__(self, *event: Any) -> _Mark:
+        if self._traced is not None:
+            self._traced = self._traced(*event) or self._traced
+        return self
+
+
 def _execution(site: Site) -> object:
-    """What the line's frame is marked with: ids of frames are used again. The mark is in the place of a
-    function for sys.settrace, which only debuggers use."""
+    """What the line's frame is marked with."""
     frame = _frame(site)
-    if frame is not None and frame.f_trace is None:
-        frame.f_trace = lambda *event: None
-    return None if frame is None else frame.f_trace
+    if frame is None:
+        return None
+    if not isinstance(frame.f_trace, _Mark):
+        frame.f_trace = _Mark(frame.f_trace)
+    return frame.f_trace
 
 
 class _LoopEnd(NamedTuple):

@@ -24,7 +24,7 @@ import torch
 
 from oomph.gpus import GPU
 from oomph.prediction.cuda.rules import bind
-from oomph.prediction.tracer.fake_cuda import current_streams
+from oomph.prediction.tracer.streams import current_streams
 from oomph.records import PhaseWork, Work
 from oomph.torch_internals import OpOverload, group_size
 from oomph.units import MiB
