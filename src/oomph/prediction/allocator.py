@@ -25,6 +25,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from heapq import heappop, heappush
 from operator import itemgetter
 from typing import Literal, NamedTuple
 
@@ -162,7 +163,7 @@ class CachingAllocator:
         self._waiting: list[Block] = []  # freed, but perhaps still in use on another stream
         self._rising = rising
         self._edge = FIRST_ADDRESS  # of the addresses that were taken so far
-        self._gaps: list[tuple[int, int]] = []  # address and size of what is left of chunks, lowest first
+        self._gaps: dict[int, list[int]] = {}  # what is left of chunks: size -> addresses, a heap
 
     def _new_pools(self) -> tuple[Pool, Pool]:
         # No large request could use a smaller remainder than SMALL_REQUEST.
@@ -245,15 +246,17 @@ class CachingAllocator:
         if self._rising:
             self._edge += size
             return self._edge - size
-        for index, (address, room) in enumerate(self._gaps):
-            if room >= size:
-                self._gaps[index : index + 1] = [(address + size, room - size)] if room > size else []
-                return address
-        chunk = round_up(size, ADDRESS_CHUNK)
-        self._edge -= chunk
-        if chunk > size:
-            self._gaps.insert(0, (self._edge + size, chunk - size))
-        return self._edge
+        rooms = [room for room, addresses in self._gaps.items() if room >= size and addresses]
+        if rooms:
+            room = min(rooms, key=lambda room: self._gaps[room][0])
+            address = heappop(self._gaps[room])
+        else:
+            room = round_up(size, ADDRESS_CHUNK)
+            self._edge -= room
+            address = self._edge
+        if room > size:
+            heappush(self._gaps.setdefault(room - size, []), address + size)
+        return address
 
     def _release_oversize(self, size: int, pool: Pool) -> None:
         """Give back blocks that no smaller request may use: one that is large enough, or else the largest
@@ -557,6 +560,7 @@ def replay(
     record: bool = False,
     rising: bool = False,
     search: bool = True,
+    smaller_workspaces: bool = True,
 ) -> Replay:
     """Run the events through a fresh allocator that may reserve `limit` bytes (None: as many as it likes).
 
@@ -564,7 +568,7 @@ def replay(
     places segments at rising addresses, see above; it changes nothing for expandable segments.
     `search=False` leaves out what cuDNN's search for algorithms takes. A workspace of a convolution that does
     not fit is left out: torch takes cuDNN's next algorithm then (ATen/native/cudnn/Conv_v8.cpp), down to
-    those that need little or none.
+    those that need little or none. It is refused without `smaller_workspaces`.
     An event that contradicts those before it raises ValueError with its index.
     """
     trace: list[TraceEntry] = []
@@ -582,7 +586,7 @@ def replay(
     states: list[tuple[int, int, int]] = []
     steps = _Steps(allocator)
     refused: int | None = None
-    smaller_workspaces = False
+    left_out = False
 
     for index, (action, id, label) in enumerate(events):
         if action == "alloc":
@@ -596,10 +600,10 @@ def replay(
                 if record and block.size:
                     trace.append(TraceEntry("alloc", block.address, block.size, id))
             except OutOfMemory:
-                if not is_convolution_workspace(one):
+                if not (smaller_workspaces and is_convolution_workspace(one)):
                     refused = id
                     break
-                alive[id], smaller_workspaces = malloc(0, one.stream), True
+                alive[id], left_out = malloc(0, one.stream), True
         elif action == "free":
             if id not in alive:
                 raise ValueError(f"event {index}: free of allocation {id}, which is not alive")
@@ -638,7 +642,7 @@ def replay(
         highest_reserved=max(map(itemgetter(2), states), default=0),
         refused=refused,
         released=steps.released,
-        smaller_workspaces=smaller_workspaces,
+        smaller_workspaces=left_out,
         trace=tuple(trace),
     )
 

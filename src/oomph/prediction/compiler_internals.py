@@ -37,6 +37,8 @@ from torch._inductor.utils import BoxedBool
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from triton.backends.compiler import GPUTarget
 
+vars(torch._dynamo.utils).setdefault("triton", triton)  # whose version it writes down after compiling
+
 # Patches of these stay while the compiler runs; all others would be traced as a part of the program.
 FAKE_CUDA: tuple[Any, ...] = (
     torch.cuda,

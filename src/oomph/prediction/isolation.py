@@ -2,14 +2,15 @@
 
 The child is forked, so that it has the caller's objects, and ends with the program. The caller's threads,
 torch's modes and flags, patched names and random states stay as they are; a crash, `os._exit` or a signal
-ends the child alone. Files that the program writes go to an overlay (files.py). Other programs are not
-started and the network is not used, unless allowed.
+ends the child alone. Files that the program writes go to an overlay (overlay.py). Other programs are not
+started and the network is not used, unless allowed (sandbox.py). A process between the two ends all that the
+program started (keeper.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import errno
 import functools
 import gc
 import importlib.util
@@ -17,11 +18,13 @@ import math
 import multiprocessing.util
 import os
 import pickle
+import platform
 import random
-import re
 import selectors
 import shutil
 import signal
+import socket
+import stat
 import struct
 import subprocess
 import sys
@@ -31,28 +34,32 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from importlib.machinery import ModuleSpec
 from multiprocessing.synchronize import SemLock
-from types import ModuleType, SimpleNamespace
 from typing import Any, BinaryIO, NoReturn, TypeVar
 
 import torch
-from torch.utils import collect_env
 
-from oomph.errors import OomphError, ProgramError, UserError, blame
-from oomph.prediction import files
+from oomph.errors import OomphError, ProgramError, UserError, blame, safe_text
+from oomph.prediction import keeper, redirection, sandbox, shared_memory
+from oomph.prediction.builtin_functions import as_builtin
+from oomph.prediction.commands import is_query
+from oomph.prediction.compat import registry
+from oomph.prediction.cuda import cudnn
+from oomph.prediction.garbage import without_collection
+from oomph.prediction.sandbox import Probe, end_with_parent, is_own_address, processes_below, state_of
 from oomph.records import Progress
-from oomph.torch_internals import FakeTensorMode
+from oomph.torch_internals import FakeTensorMode, cuda_device_count
 from oomph.units import MiB
 
 T = TypeVar("T")
-_PARENT_DEATH_SIGNAL = 1  # of prctl
-_LOCAL = ("127.", "::1", "localhost", "0.0.0.0")
+_FULL = ("No space left on device", "Not enough free space", "disk is full")  # of C libraries, NumPy, SQLite
 _POLL_S = 0.5
+_ENDING_S = 1.0  # of a program that has closed its pipe
 _BAR = "{desc} |{bar:24}| {elapsed}"  # of tqdm
 _STUCK_S = 20.0  # a child that has not used the CPU for so long is started again, once
 ALLOWABLE = ("subprocesses", "network")
 _inside = False  # this process is such a child
+_keeper = 0  # its parent
 _restarted = ""  # the short cut that failed in the first one for its program
 _messages_to_parent: BinaryIO
 _sending = threading.Lock()
@@ -100,8 +107,15 @@ def run_isolated(
     for name in allow:
         if name not in ALLOWABLE:
             raise UserError(f"{name!r} cannot be allowed; valid: {', '.join(ALLOWABLE)}")
-    if _inside:
+    if _inside or getattr(_refusing, "on", False):
         return function(progress)
+    with cudnn.asked_without_gpu():
+        return _run_isolated(function, progress, allow, until)
+
+
+def _run_isolated(
+    function: Callable[[Progress], T], progress: Progress, allow: Collection[str], until: float
+) -> T:
     kind, value = "no fork", None
     if hasattr(os, "fork"):  # Windows has none
         _prepare()
@@ -160,10 +174,8 @@ def _prepare() -> None:
     """Once in this process, and not again in every child."""
     global _modules_of_parent
     FakeTensorMode()  # imports what every trace needs
-    with contextlib.suppress(ImportError):
-        import safetensors.torch  # noqa: F401
-    files.find_users_of_safetensors()
-    files.find_patched_references()
+    registry.before_fork()
+    redirection.find_patched_references()
     _modules_of_parent = frozenset(sys.modules)
 
 
@@ -176,24 +188,35 @@ def _run_in_child(
 ) -> tuple[str, Any]:
     sys.stdout.flush()
     sys.stderr.flush()
+    _remove_left_folders()
     read, write = os.pipe()
-    child, ended = -1, 0
-    with tempfile.TemporaryDirectory(prefix="oomph-", ignore_cleanup_errors=True) as scratch:
-        try:
-            child, interrupted = _fork()
-            if child == 0:
-                _run_child(function, scratch, read, write, allow)
-            if interrupted:
-                raise KeyboardInterrupt
-            os.close(write)
-            outcome = _receive(_Child(child, read, stuck_after, until), progress)
-        finally:
-            if child > 0:
-                ended = _end(child)
-            os.close(read)
+    caller, child, ended, wait_s = os.getpid(), -1, 0, 0.0
+    scratch = keeper.Scratch()
+    try:
+        child, interrupted = _fork()
+        if child == 0:
+            run = functools.partial(_run_child, function, scratch.path, read, write, allow)
+            keeper.keep(scratch, caller, _fork_with_random_state, run, write)
+        os.close(write)
+        if interrupted:
+            signal.raise_signal(signal.SIGINT)
+        outcome = _receive(_Child(child, read, stuck_after, until), progress)
+        wait_s = _ENDING_S if outcome is None else 0.0
+    finally:
+        os.close(scratch.lock)
+        if child > 0:
+            ended = _end_kept(child, wait_s)
+        os.close(read)
+        keeper.remove(scratch.path)  # where the keeper was killed
     if outcome is None:
         raise ProgramError(_how_it_ended(ended))
     return outcome
+
+
+@functools.cache
+def _remove_left_folders() -> None:
+    """Once per process."""
+    keeper.remove_left_folders()
 
 
 def _run_here(function: Callable[[Progress], T], progress: Progress, allow: Collection[str]) -> T:
@@ -219,22 +242,40 @@ def _refuse_effects_here() -> None:
     """Once per process: audit hooks stay. This one is for threads that run a program now."""
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
-        if event in _AUDITED and getattr(_refusing, "on", False):
-            files.refuse_write(event, args, ())
+        if event in (*_AUDITED, *_NAMES) and getattr(_refusing, "on", False):
+            redirection.refuse_write(event, args, ())
             _refuse_effect(event, args, _refusing.allow)
 
     sys.addaudithook(hook)
 
 
-def autograd_breaks_in_forks() -> bool:
-    """Whether this process has run a backward pass beside a GPU: torch runs none in a child of it then."""
-    return hasattr(os, "fork") and not _inside and not autograd_runs_in_forks()
+def cuda_sees_gpu() -> bool:
+    """Whether CUDA has a GPU in this process. The first answer starts CUDA's driver and stays for good, in
+    forks too: before, a process can still hide its GPUs."""
+    return cuda_device_count() > 0
+
+
+def cuda_has_started() -> bool:
+    """Whether forks of this process cannot be what a process without a GPU is: CUDA has counted its GPUs."""
+    return hasattr(os, "fork") and not _inside and not _holds_in_fork(_runs_without_gpu)
 
 
 def autograd_runs_in_forks() -> bool:
+    return _holds_in_fork(autograd_runs)
+
+
+def _runs_without_gpu() -> bool:
+    _hide_gpus()
+    return not cuda_sees_gpu() and autograd_runs()
+
+
+def _holds_in_fork(function: Callable[[], bool]) -> bool:
     child, _ = _fork()
     if child == 0:
-        os._exit(0 if autograd_runs() else 1)
+        try:
+            os._exit(0 if function() else 1)
+        finally:
+            os._exit(1)
     return os.waitpid(child, 0)[1] == 0
 
 
@@ -264,7 +305,7 @@ def run_in_new_interpreter(function: Callable[..., T], progress: Progress, *args
 def _answer(write: int) -> None:
     """The new process of `run_in_new_interpreter`."""
     global _messages_to_parent
-    _end_with_parent()
+    end_with_parent(signal.SIGKILL)
     with os.fdopen(write, "wb") as messages:
         _messages_to_parent = messages
         function, args, kwargs = pickle.load(sys.stdin.buffer)
@@ -324,6 +365,14 @@ def run_forked(
             os.close(pipe)
 
 
+def in_fork(function: Callable[[], T]) -> T:
+    """The result of a function that runs in a fork of this process, or its error."""
+    ((_, found),) = run_forked([function], 1)
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
 def _again(function: Callable[..., T], failed: Any, *args: Any) -> T:
     """After `restart`, in the new process."""
     global _restarted
@@ -341,7 +390,7 @@ def _result_of(function: Callable[[], T]) -> T | OomphError:
 def _run_fork(function: Callable[..., Any], read: int, write: int, continues: bool) -> NoReturn:
     global _messages_to_parent
     try:
-        _end_with_parent()
+        end_with_parent(signal.SIGKILL)
         _unended.clear()  # the parent ends its own lines
         os.close(read)
         messages = _messages_to_parent = os.fdopen(write, "wb")
@@ -354,16 +403,9 @@ def _run_fork(function: Callable[..., Any], read: int, write: int, continues: bo
     raise ContinueInFork(function)  # what the program's end sends goes to the process that was forked
 
 
-def _stat(pid: int | str) -> list[str]:
-    """The state of a process, its parent, its group and so on, from /proc; empty if there is none."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()
-    return []
-
-
 def _sleeps_since(pid: int) -> tuple[str, ...] | None:
     """The CPU time after which the process sleeps; None where it waits for the CPU or a disk, or computes."""
-    state = _stat(pid)
+    state = state_of(pid)
     return tuple(state[11:13]) if state[:1] == ["S"] else None
 
 
@@ -419,7 +461,7 @@ def _fork() -> tuple[int, list[int]]:
     """The child, and interrupts that came meanwhile: what runs after a fork must not be cut short."""
     arrived: list[int] = []
     handler = signal.getsignal(signal.SIGINT)
-    defer = threading.current_thread() is threading.main_thread() and handler is signal.default_int_handler
+    defer = threading.current_thread() is threading.main_thread() and callable(handler)
     if defer:
         signal.signal(signal.SIGINT, lambda number, frame: arrived.append(number))
     try:
@@ -442,11 +484,22 @@ def _fork_with_random_state() -> int:
 
 
 def _end(child: int) -> int:
-    """Wait for the child; end it, and processes that it started, where it still runs."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(child, signal.SIGKILL)
-    os.kill(child, signal.SIGKILL)  # it may not have its group yet
+    os.kill(child, signal.SIGKILL)
     return os.waitpid(child, 0)[1]
+
+
+def _end_kept(pid: int, wait_s: float) -> int:
+    """The program, processes that it started, and their keeper. `wait_s`: for the program's own end."""
+    pause, ends, until = 0.0005, time.monotonic() + wait_s, time.monotonic() + wait_s + _STUCK_S
+    while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
+        if time.monotonic() >= ends:
+            os.kill(pid, signal.SIGTERM)
+            ends = math.inf
+        elif time.monotonic() > until:  # it waits for a lock that another thread held when it was forked
+            return _end(pid)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.02)
+    return ended[1]
 
 
 def _how_it_ended(status: int) -> str:
@@ -462,7 +515,12 @@ def _how_it_ended(status: int) -> str:
 
 
 def _run_child(
-    function: Callable[[Progress], Any], scratch: str, read: int, write: int, allow: Collection[str]
+    function: Callable[[Progress], Any],
+    scratch: str,
+    read: int,
+    write: int,
+    allow: Collection[str],
+    channel: socket.socket,
 ) -> NoReturn:
     """Never returns: what the parent would do next, and at its exit, is not this process' to do."""
     global _messages_to_parent
@@ -472,9 +530,11 @@ def _run_child(
         with os.fdopen(write, "wb") as messages:
             _messages_to_parent = messages
             try:
-                _isolate(scratch, allow)
+                if unprotected := sandbox.describe_missing(_isolate(scratch, allow, channel)):
+                    _send(messages, ("unprotected", unprotected))
             except Exception as error:  # ours, not the program's
-                outcome = "error", RuntimeError(f"{error!r}\n{traceback.format_exc()}")
+                ours = RuntimeError(f"{error!r}\n{traceback.format_exc()}")
+                outcome = "error", _full_disk(error) or ours
             else:
                 outcome = _outcome_in_fork(function, messages)
             with _sending:
@@ -484,79 +544,63 @@ def _run_child(
         os._exit(status)
 
 
-def _isolate(scratch: str, allow: Collection[str]) -> None:
-    global _inside
-    _inside = True
+def _isolate(scratch: str, allow: Collection[str], channel: socket.socket) -> tuple[str, ...]:
+    """Returns what the kernel cannot forbid, as sandbox.apply."""
+    global _inside, _keeper
+    _inside, _keeper = True, os.getppid()
     _forget_imports_of_other_threads()
     os.setpgid(0, 0)  # Ctrl-C reaches the parent, which ends this group
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _without_terminal()
-    _end_with_parent()
+    end_with_parent(signal.SIGKILL)
     _use_one_thread()
     _watch_line_ends()
-    refuse_other_writes = files.install(scratch)
+    shared_memory.make_private()
+    view = redirection.install(scratch)
     gc.freeze()  # the parent's objects: collecting them would copy its memory
 
+    audited = set(_AUDITED)
+
     def refuse(event: str, args: tuple[Any, ...]) -> None:
-        if event in _AUDITED:
-            refuse_other_writes(event, args)
+        if event in audited:
+            redirection.refuse_other_writes(view, event, args)
             _refuse_effect(event, args, allow)
 
     sys.addaudithook(refuse)
-    _keep_sockets_in(scratch)
-    os.environ.update(_ENVIRONMENT)
-    for name in ("joblib.parallel", "joblib._parallel_backends"):  # read the variable when imported
-        if name in sys.modules:
-            vars(sys.modules[name])["mp"] = None
-    os.putenv("CUDA_VISIBLE_DEVICES", "")  # for the driver; the program sees what it was started with
-    _prepare_subprocesses()
+    if "network" not in allow:
+        _close_connections()
+    _hide_gpus()
+    _pass_environment_on()
+    registry.in_process(allow)
     warnings.filterwarnings("ignore", "CUDA initialization")  # a real GPU is out of reach here
     warnings.filterwarnings("ignore", module=r"oomph\.prediction")  # torch's, at lines of ours
-    _replace_mpi()
     if "subprocesses" not in allow:
         multiprocessing.util.spawnv_passfds = _refuse_spawn  # it raises no audit event
         _fail_shell_commands()
-        # It describes the machine by the output of a dozen programs, and takes any of them to fail.
-        collect_env.run = lambda command: (127, "", "not started in a prediction")
         _make_locks_for_forks()
-        files.forbid_writes_outside((scratch, "/dev", "/proc/self"))
+    missing = sandbox.apply(scratch, allow, channel)
+    channel.close()
+    if "seccomp" in missing:
+        audited.update(_NAMES)
+    return missing
 
 
-def _keep_sockets_in(scratch: str) -> None:
-    """Paths of sockets are not redirected. multiprocessing, and multiprocess of Hugging Face datasets, make a
-    folder for theirs."""
-    make = tempfile.mkdtemp
-
-    @functools.wraps(make)
-    def make_folder(suffix: Any = None, prefix: Any = None, dir: Any = None) -> Any:
-        return make(suffix, prefix, scratch if prefix == "pymp-" else dir)
-
-    tempfile.mkdtemp = make_folder
-    vars(multiprocessing.current_process())["_config"].pop("tempdir", None)  # the caller's
+def _hide_gpus() -> None:
+    """From the driver; the program sees what it was started with."""
+    os.putenv("CUDA_VISIBLE_DEVICES", "")
 
 
-def _replace_mpi() -> None:
-    """MPI starts processes when it is imported. Its communicator of one process returns what it is given."""
-    if "mpi4py" in sys.modules or importlib.util.find_spec("mpi4py") is None:
-        return
-    package, mpi = ModuleType("mpi4py"), ModuleType("mpi4py.MPI")
-    for module in (package, mpi):
-        module.__spec__ = ModuleSpec(module.__name__, None)
-        sys.modules[module.__name__] = module
-    returned = dict.fromkeys(("bcast", "reduce", "allreduce"), lambda value, *args, **kwargs: value)
-    listed = dict.fromkeys(("gather", "allgather"), lambda value, *args, **kwargs: [value])
-    waits = dict.fromkeys(("barrier", "Barrier", "Bcast"), lambda *args, **kwargs: None)
-    world = SimpleNamespace(
-        rank=0, size=1, Get_rank=lambda: 0, Get_size=lambda: 1, **returned, **listed, **waits
-    )
-    vars(package).update(MPI=mpi, rc=SimpleNamespace())
-    vars(mpi).update(COMM_WORLD=world, SUM=None, MAX=None, MIN=None)
-
-
-def _end_with_parent() -> None:
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+def _close_connections() -> None:
+    """Of the caller to other machines: what the program writes to one would be sent."""
+    for fd in map(int, os.listdir("/dev/fd")):
+        with contextlib.suppress(OSError, ValueError):
+            if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                with socket.socket(fileno=os.dup(fd)) as known:
+                    inet = known.family in (socket.AF_INET, socket.AF_INET6)
+                    if inet and not is_own_address(*known.getpeername()[:4:3]):
+                        with socket.socket(known.family, known.type) as unconnected:
+                            os.dup2(unconnected.fileno(), fd, os.get_inheritable(fd))
 
 
 def _make_locks_for_forks() -> None:
@@ -576,20 +620,14 @@ def _refuse_spawn(path: Any, args: Any, passfds: Any) -> NoReturn:
     )
 
 
-def _prepare_subprocesses() -> None:
-    """Without `env`, they would get that of the driver. Where nvidia-smi is missing, it prints nothing: a
-    machine with a GPU has it."""
+def _pass_environment_on() -> None:
+    """Without `env`, programs that this one starts would get what `_hide_gpus` has set for the driver."""
     begin = subprocess.Popen.__init__
-    missing = shutil.which("nvidia-smi") is None
 
     @functools.wraps(begin)
     def begin_prepared(self: Any, *args: Any, **kwargs: Any) -> None:
         if len(args) <= 10 and kwargs.get("env") is None:
             kwargs["env"] = os.environ
-        command = args[0] if args else kwargs.get("args")
-        name = command[0] if isinstance(command, (list, tuple)) and command else command
-        if name == "nvidia-smi" and missing and len(args) <= 2 and not kwargs.get("shell"):
-            kwargs["executable"] = "true"
         begin(self, *args, **kwargs)
 
     subprocess.Popen.__init__ = begin_prepared  # type: ignore[method-assign]
@@ -606,7 +644,7 @@ def _fail_shell_commands() -> None:
             print(f"oomph: {error}", file=sys.stderr)
             return 127 << 8  # as a shell that does not find the command
 
-    os.system = fail
+    os.system = as_builtin(fail, system)
 
 
 def _use_one_thread() -> None:
@@ -634,7 +672,7 @@ def autograd_runs() -> bool:
 
 def _outcome_in_fork(function: Callable[[Progress], Any], messages: BinaryIO) -> tuple[str, Any]:
     # A backward pass starts a thread for each GPU, after which forks of this process could run none.
-    runs = autograd_runs_in_forks() if torch.cuda.device_count() else autograd_runs()
+    runs = autograd_runs_in_forks() if cuda_sees_gpu() else autograd_runs()
     return _outcome(function, messages) if runs else ("no fork", None)
 
 
@@ -678,9 +716,22 @@ def _send_progress(messages: BinaryIO, text: str, fraction: float | None) -> Non
         _send(messages, ("progress", (text, fraction)))
 
 
+def _full_disk(error: BaseException | None) -> UserError | None:
+    """The program itself writes to our folders: it is they that have no space."""
+    while error is not None:
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if full or any(text in safe_text(error) for text in _FULL):
+            return UserError(
+                f"no space is left for what the program writes, in {tempfile.gettempdir()}; set TMPDIR to "
+                "a folder with more space"
+            )
+        error = error.__cause__ or error.__context__
+    return None
+
+
 def _sendable(raised: BaseException) -> Exception:
     """Without causes, which may not be picklable; of our base class where the parent lacks the program's."""
-    error = blame(raised)
+    error = _full_disk(raised) or blame(raised)
     if error is None:
         return RuntimeError("".join(traceback.format_exception(raised)))
     error.__cause__ = error.__context__ = None
@@ -721,83 +772,44 @@ def _forget_imports_of_other_threads() -> None:
             sys.modules.pop(name, None)
 
 
-# wandb's offline mode starts a server, and joblib processes that would not see the fake GPU.
-_ENVIRONMENT = {"GIT_OPTIONAL_LOCKS": "0", "WANDB_MODE": "disabled", "JOBLIB_MULTIPROCESSING": "0"}
 _COMMANDS = {"subprocess.Popen": 1, "os.system": 0, "os.exec": 1, "os.posix_spawn": 1}
+_ADDRESSES = {"socket.connect": 1, "socket.sendto": 1, "socket.sendmsg": 1}
+_NAMES = {"socket.getaddrinfo": 0, "socket.gethostbyname": 0}
+_SIGNALS = ("os.kill", "os.killpg")
 # Hooks are called for all events, also for every id() of a trace: one hook, and the others cost it little.
-_AUDITED = files.AUDITED_WRITES | {"socket.connect", *_COMMANDS}
-# With more words, some of them write.
-_WHOLE_QUERIES = (("git", "symbolic-ref", "--short", "HEAD"), ("hostname",), ("lspci",), ("stty", "size"))
-_QUERIES = (  # what programs ask before they train; with these words, none of them writes
-    *(("git", each) for each in "rev-parse rev-list describe log show status diff ls-files".split()),
-    *(("git", "config", "--get"), ("git", "branch", "--show-current"), ("git", "remote", "get-url")),
-    *(("nvidia-smi",), ("uname",), ("lscpu",), ("ldconfig", "-p"), ("/sbin/ldconfig", "-p")),
-    *_WHOLE_QUERIES,
-)
-# Asked by LightningCLI, of stubs for the types of arguments.
-_PATH_QUERY = (sys.executable, "-c", "import sys, json; print(json.dumps(sys.path))")
-_NVIDIA_SMI_QUERIES = ("-L", "-q", "--query", "--format", "-i", "--id")
-
-
-def _is_query(words: tuple[str, ...]) -> bool:
-    if words[:2] == ("git", "-C"):  # in another folder
-        words = "git", *words[3:]
-    known = next((each for each in _QUERIES if words[: len(each)] == each), None)
-    if known is None:
-        return words == _PATH_QUERY
-    rest = words[len(known) :]
-    if known in _WHOLE_QUERIES:
-        return not rest
-    if known == ("nvidia-smi",):
-        return all(word.startswith(_NVIDIA_SMI_QUERIES) or word.isdigit() for word in rest)
-    return not any(word.startswith("--output") for word in rest)
-
-
-def _is_shell_query(command: str) -> bool:
-    """Also of several, one after the other, as in `git describe 2>/dev/null || git rev-parse HEAD`."""
-    silent = re.sub(r"\s2>(/dev/null|&1)(?=[\s;&|]|$)", "", command)
-    commands = re.split(r"\|\||&&|;", silent)
-    plain = silent.isprintable() and not set("".join(commands)) & set("|&<>`$")
-    return plain and all(_is_query(tuple(each.split())) for each in commands)
+_AUDITED = redirection.AUDITED_WRITES | {*_COMMANDS, *_ADDRESSES, *_SIGNALS}
 
 
 def _refuse_effect(event: str, args: tuple[Any, ...], allow: Collection[str]) -> None:
-    """Other programs and the network, by Python's audit events."""
+    """Other programs, signals and the network, by Python's audit events: says how they can be allowed, and is
+    all where the kernel does not refuse them (sandbox.py)."""
     if event in _COMMANDS and "subprocesses" not in allow:
         given = args[_COMMANDS[event]]
         words = tuple(map(os.fsdecode, given)) if isinstance(given, (list, tuple)) else ()
-        if words and words[:2] != ("/bin/sh", "-c"):
-            # A program that is not installed starts nothing: FileNotFoundError, as in the real run.
-            is_query = _is_query(words) or shutil.which(words[0]) is None
-            command = " ".join(words)
-        else:  # os.system; os.popen and shell=True
-            command = " ".join(words[2:]) if words else os.fsdecode(given)
-            is_query = _is_shell_query(command)
-        if not is_query:
+        words = words or ("sh", "-c", os.fsdecode(given))
+        # A program that is not installed starts nothing: FileNotFoundError, as in the real run.
+        if not is_query(words) and shutil.which(words[0]) is not None:
+            command = " ".join(words[2:] if words[0] in ("sh", "/bin/sh") else words)
             raise Refused(
                 "a predicted program cannot start other programs (--allow-subprocesses permits it): "
                 f"{command[:200]}"
             )
-    if event == "socket.connect" and "network" not in allow:
-        address = args[1]
-        host = str(address[0]) if isinstance(address, tuple) else ""
-        if host and not host.startswith(_LOCAL):
-            raise Refused(f"a predicted program cannot use the network (--allow-network permits it): {host}")
+    if event in _SIGNALS and "subprocesses" not in allow:
+        pid = -args[0] if event == "os.killpg" else args[0]
+        if args[1] != 0 and pid != os.getpid() and not sandbox.is_own(pid, _keeper or os.getpid()):
+            raise Refused(errno.EPERM, "a predicted program cannot send signals to other processes")
+    if event in (*_ADDRESSES, *_NAMES) and "network" not in allow and not isinstance(args[0], Probe):
+        host = args[(_ADDRESSES | _NAMES)[event]]
+        host = host[0] if isinstance(host, tuple) else host if event in _NAMES else ""
+        text = os.fsdecode(host) if isinstance(host, (str, bytes)) else ""
+        if text and not text.startswith("localhost") and text != platform.node() and not is_own_address(text):
+            reason = "a predicted program cannot use the network (--allow-network permits it)"
+            if event in _NAMES:
+                raise socket.gaierror(socket.EAI_AGAIN, f"{reason}: {text}")
+            raise Refused(errno.ENETUNREACH, reason, text)
 
 
 # Messages ---------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def without_collection() -> Iterator[None]:
-    """Many new objects would start collections of all objects of the process, and none of them is garbage."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _send(messages: BinaryIO, message: tuple[str, Any]) -> None:
@@ -853,9 +865,13 @@ class _Child:
         """Anything that changes while the child, or a process that it started, computes."""
         if not os.path.isdir("/proc/self"):  # not Linux
             return time.monotonic()
-        processes = {pid: _stat(pid) for pid in os.listdir("/proc") if pid.isdigit()}
-        group = [str(self.pid)]
-        return [(pid, *state[11:13]) for pid, state in processes.items() if state[2:3] == group]
+        states = {self.pid: state_of(self.pid), **processes_below(self.pid)}
+        return [(pid, *state[11:13]) for pid, state in states.items()]
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    warnings.warn(text, stacklevel=2)
 
 
 def _receive(child: _Child, progress: Progress) -> tuple[str, Any] | None:
@@ -866,7 +882,10 @@ def _receive(child: _Child, progress: Progress) -> tuple[str, Any] | None:
             return None
         with without_collection():
             kind, value = pickle.loads(data)
-        if kind != "progress":
+        if kind == "unprotected":
+            _warn_once(value)
+        elif kind == "progress":
+            progress(*value)
+        else:
             return kind, value
-        progress(*value)
     return None

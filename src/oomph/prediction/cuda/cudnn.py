@@ -2,7 +2,9 @@
 
 cuDNN 9.8 and later chooses algorithms for a GPU that it only has a description of (deviceless ahead-of-time
 compilation). The library comes with every CUDA build of torch, and as the package nvidia-cudnn-cu13. It
-is not asked if the environment variable OOMPH_CUDNN is 0, or in a process that can use a GPU.
+is not asked if the environment variable OOMPH_CUDNN is 0. Where there is a driver of GPUs, it is asked in
+another process, from which GPUs are hidden: cuDNN would start the driver, which takes 520 MiB of an H200, and
+which forks of a process that has started it cannot ask.
 
 As in torch (ATen/native/cudnn/Conv_v8.cpp), the first configuration of cuDNN's heuristics that makes a plan
 is taken, and its fallback list comes after them. Without a GPU, cuDNN makes no plan for engines that load
@@ -25,13 +27,20 @@ import functools
 import importlib.util
 import itertools
 import json
+import marshal
 import math
 import os
+import pickle
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -39,6 +48,7 @@ from oomph.gpus import GPU, Capability
 from oomph.prediction.allocator import round_up
 
 Pass = Literal["forward", "data", "weight"]
+T = TypeVar("T")
 Algorithm = Literal["fourier", "winograd", "product", "direct"]
 
 _LEAST_VERSION = 90800  # has descriptions of GPUs
@@ -194,6 +204,124 @@ class _Error(Exception):
     """cuDNN does not support what was asked for."""
 
 
+# ------------------------------------------------------------------------------ in this process or in another
+
+
+class _OtherProcess:
+    """Of Python, without a GPU. It imports nothing before the first question, and ends when its input does.
+
+    Forks of this process may ask as well, one at a time.
+    """
+
+    def __init__(self) -> None:
+        code = f"import select, sys; select.select([0], [], []); sys.path[:] = {sys.path!r}; "
+        code += f"from {__name__} import answer_questions; answer_questions()"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+            start_new_session=True,  # Ctrl-C is for this one, which ends that one
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._questions, self._answers = self._process.stdin, self._process.stdout
+        self._between_forks, self._between_threads = tempfile.TemporaryFile(), threading.Lock()  # noqa: SIM115
+        self._asked = itertools.count()
+
+    def ask(self, name: str, args: tuple[Any, ...]) -> Any:
+        import fcntl  # not on Windows, where no process is a fork
+
+        number = os.getpid(), next(self._asked)
+        question = pickle.dumps((number, name, args))
+        with self._between_threads, contextlib.suppress(OSError, EOFError, ValueError):
+            fcntl.lockf(self._between_forks, fcntl.LOCK_EX)
+            try:
+                _write(self._questions.fileno(), question)
+                while True:
+                    of, answer = marshal.loads(_read(self._answers.fileno()))
+                    if of == number:  # not to a question of a fork that has ended
+                        return answer
+            finally:
+                fcntl.lockf(self._between_forks, fcntl.LOCK_UN)
+        return None
+
+    def end(self) -> None:
+        with self._process, contextlib.suppress(BrokenPipeError):
+            self._questions.close()
+        self._between_forks.close()
+
+
+_LENGTH = struct.Struct("q")
+_other_process: _OtherProcess | None = None
+
+
+def _write(pipe: int, message: bytes) -> None:
+    message = _LENGTH.pack(len(message)) + message
+    while message:
+        message = message[os.write(pipe, message) :]
+
+
+def _read(pipe: int) -> bytes:
+    def exactly(count: int) -> bytes:
+        found = b""
+        while len(found) < count:
+            part = os.read(pipe, count - len(found))
+            if not part:
+                raise EOFError
+            found += part
+        return found
+
+    [length] = _LENGTH.unpack(exactly(_LENGTH.size))
+    return exactly(length)
+
+
+@contextlib.contextmanager
+def asked_without_gpu(always: bool = False) -> Iterator[None]:
+    """While it lasts, cuDNN is asked in another process, if there is a driver of GPUs, or `always`."""
+    global _other_process
+    has_driver = os.environ.get("OOMPH_CUDNN") != "0" and _driver() is not None
+    if _other_process is not None or not (always or has_driver) or sys.platform == "win32":
+        yield
+        return
+    _other_process = _OtherProcess()
+    try:
+        yield
+    finally:
+        _other_process.end()
+        _other_process = None
+
+
+def answer_questions() -> None:
+    """What the other process runs."""
+    functions: dict[str, Callable[..., Any]] = {each.__name__: each for each in _ASKED}
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        while True:
+            number, name, args = pickle.loads(_read(0))
+            _write(1, marshal.dumps((number, functions[name](*args))))
+
+
+_ASKED: list[Callable[..., Any]] = []
+
+
+def _asked(function: Callable[..., T]) -> Callable[..., T]:
+    _ASKED.append(function)
+    here = functools.lru_cache(maxsize=4096)(function)
+    elsewhere = functools.lru_cache(maxsize=4096)(lambda asked, *args: asked.ask(function.__name__, args))
+
+    @functools.wraps(function)
+    def ask(*args: Any) -> T:
+        answer: T = here(*args) if _other_process is None else elsewhere(_other_process, *args)
+        return answer
+
+    return ask
+
+
+# ---------------------------------------------------------------------------------------------- what is asked
+
+
+@_asked
 def version(gpu: GPU) -> str | None:
     """Of the library that is asked about the card, as "9.19.0"."""
     library = _library()
@@ -202,7 +330,7 @@ def version(gpu: GPU) -> str | None:
     return f"{library.version // 10000}.{library.version // 100 % 100}.{library.version % 100}"
 
 
-@functools.lru_cache(maxsize=4096)
+@_asked
 def workspace(conv_pass: ConvolutionPass, gpu: GPU, but: Algorithm | None = None) -> int | Algorithm | None:
     """Bytes of the algorithm that torch takes, or the algorithm's name if cuDNN does not state its workspace
     without a GPU; of the next one, if it is `but`. None where cuDNN cannot be asked."""
@@ -212,7 +340,7 @@ def workspace(conv_pass: ConvolutionPass, gpu: GPU, but: Algorithm | None = None
     return None
 
 
-@functools.lru_cache(maxsize=4096)
+@_asked
 def workspaces(conv_pass: ConvolutionPass, gpu: GPU) -> frozenset[int | Algorithm]:
     """The same of all algorithms that torch may take; none where cuDNN cannot be asked."""
     with contextlib.suppress(_Error):
@@ -458,9 +586,7 @@ def _library() -> _Library | None:
     """cuDNN as torch would load it, if it is installed and recent enough."""
     if os.environ.get("OOMPH_CUDNN") == "0":
         return None
-    # cuDNN starts the driver: it would take 520 MiB of an H200 that it finds, and a fork could not ask it.
-    driver = _load((), "libcuda.so.1")
-    if driver is not None and not _is_without_gpu(driver):
+    if not _is_without_gpu():
         return None
     folders = {Path(torch.__file__).parent / "lib"}
     with contextlib.suppress(ImportError):
@@ -476,12 +602,19 @@ def _library() -> _Library | None:
     return _Library(found) if found.cudnnGetVersion() >= _LEAST_VERSION else None
 
 
-def _is_without_gpu(driver: ctypes.CDLL) -> bool:
-    """Whether GPUs are hidden from this process. Where they are not, the driver is not started."""
+def _is_without_gpu() -> bool:
+    """Whether there is no driver, or GPUs are hidden from this process. Else the driver is not started."""
+    driver = _driver()
+    if driver is None:
+        return True
     getenv = ctypes.CDLL(None).getenv  # which sees os.putenv
     getenv.restype = ctypes.c_char_p
     hidden: bool = getenv(b"CUDA_VISIBLE_DEVICES") == b"" and driver.cuInit(0) == _CUDA_ERROR_NO_DEVICE
     return hidden
+
+
+def _driver() -> ctypes.CDLL | None:
+    return _load((), "libcuda.so.1")
 
 
 def _load(folders: Iterable[Path], name: str) -> ctypes.CDLL | None:

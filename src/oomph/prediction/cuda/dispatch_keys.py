@@ -112,10 +112,6 @@ FLOAT32_RESULT_BY_OVERLOAD = {
 # Arguments are cast to the widest dtype among them.
 PROMOTE = _names("addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add")
 
-# Those of torchvision compute in float32 and return the dtype of their first argument. Up to 0.27 its kernels
-# for autocast are in C++, and cast nothing whose device is not really CUDA.
-TORCHVISION = _names("nms roi_align roi_pool ps_roi_align ps_roi_pool deform_conv2d")
-
 # Refused: it would overflow or lose its gradient in half precision.
 BANNED = frozenset({"binary_cross_entropy"})
 
@@ -147,9 +143,10 @@ AUTOCAST_OPS = _autocast_ops()
 
 
 @contextmanager
-def cuda_autocast(is_on_gpu: OnGpu) -> Iterator[None]:
+def cuda_autocast(is_on_gpu: OnGpu, float32_ops: Sequence[str] = ()) -> Iterator[None]:
     """While active, `torch.autocast("cuda")` acts on the tensors for which `is_on_gpu` is true.
 
+    `float32_ops`: of libraries, as "torchvision::nms"; they return the dtype of their first argument.
     Casts go through autograd, and the cast of a float32 leaf is kept until the outermost region ends. Holds
     for the calling thread and the backward passes it starts. Nothing of the process is changed afterwards.
     """
@@ -168,9 +165,9 @@ def cuda_autocast(is_on_gpu: OnGpu) -> Iterator[None]:
 
         def load_and_replace(path: str) -> None:
             load_library(path)
-            _replace_torchvision(casts, undo)
+            _replace_ops(casts, float32_ops, undo)
 
-        _replace_torchvision(casts, undo)
+        _replace_ops(casts, float32_ops, undo)
         undo.callback(delattr, torch.ops, "load_library")
         torch.ops.load_library = load_and_replace  # type: ignore[method-assign]
         for name, replacement in _torch_functions(casts.forget_copies).items():
@@ -181,16 +178,16 @@ def cuda_autocast(is_on_gpu: OnGpu) -> Iterator[None]:
         yield
 
 
-def _replace_torchvision(casts: _Casts, undo: ExitStack) -> None:
-    """Replace torchvision's kernels for autocast, if it is imported by now."""
+def _replace_ops(casts: _Casts, ops: Sequence[str], undo: ExitStack) -> None:
+    """Replace the kernels for autocast of libraries that are imported by now."""
     new_library: Any = torch.library.Library
-    library = new_library("torchvision", "IMPL")
-    undo.callback(library._destroy)
-    known = set(dispatch_get_all_op_names())
-    for op in TORCHVISION:
-        name = f"torchvision::{op}"
-        if name in known and dispatch_has_kernel_for_dispatch_key(name, _KEY_NAME):
-            overload: OpOverload = getattr(torch.ops.torchvision, op).default
+    known = set(dispatch_get_all_op_names()).intersection(ops)
+    for name in known:
+        if dispatch_has_kernel_for_dispatch_key(name, _KEY_NAME):
+            namespace, _, op = name.partition("::")
+            library = new_library(namespace, "IMPL")
+            undo.callback(library._destroy)
+            overload: OpOverload = getattr(getattr(torch.ops, namespace), op).default
             library.impl(op, casts.in_float32(overload), _KEY_NAME, allow_override=True)
 
 

@@ -519,6 +519,53 @@ def _batch_norm_results(fake: Fake, func: OpOverload, args: Sequence[Any], kwarg
     return out, *(_in_dtype(fake, each, torch.float32) if each.dtype in _HALF else each for each in kept)
 
 
+# SyncBatchNorm calls these itself, and CUDA alone has them: native/cuda/Normalization.cuh. What is known of a
+# channel is in float32 for half-precision inputs.
+@cuda_kernel(aten.batch_norm_stats.default)
+def _channel_stats(fake: Fake, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return tuple(_of_channels(fake, args[0], _accumulated(args[0].dtype)) for _ in range(2))
+
+
+@cuda_kernel(aten.batch_norm_gather_stats.default, aten.batch_norm_gather_stats_with_counts.default)
+def _gathered_stats(fake: Fake, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return tuple(_of_channels(fake, args[0], _accumulated(args[1].dtype)) for _ in range(2))
+
+
+@cuda_kernel(aten.batch_norm_elemt.default, aten.batch_norm_backward_elemt.default)
+def _normalised(fake: Fake, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return fake(aten.empty_like.default, (args[0],), {})
+
+
+@cuda_kernel(aten.batch_norm_backward_reduce.default)
+def _channel_sums(fake: Fake, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    call = bind(func, args, kwargs)
+    weight = call["mean"] if call["weight"] is None else call["weight"]
+    likes = call["mean"], call["mean"], weight, weight
+    wanted = call["input_g"], call["input_g"], call["weight_g"], call["bias_g"]
+    return tuple(
+        _of_channels(fake, call["input"], like.dtype) if is_wanted else None
+        for like, is_wanted in zip(likes, wanted, strict=True)
+    )
+
+
+@temporaries(aten.batch_norm_stats.default)
+def _channel_stats_staging(call: BoundArguments, gpu: GPU) -> list[int]:
+    return _batch_norm_staging(call["input"], values=4)
+
+
+@temporaries(aten.batch_norm_backward_reduce.default)
+def _channel_sums_staging(call: BoundArguments, gpu: GPU) -> list[int]:
+    return _batch_norm_staging(call["input"], values=2)
+
+
+def _of_channels(fake: Fake, tensor: Tensor, dtype: torch.dtype) -> Any:
+    return fake(aten.new_empty.default, (tensor, [tensor.size(1)]), {"dtype": dtype})
+
+
+def _accumulated(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in _HALF else dtype
+
+
 def uses_cudnn_batch_norm(call: BoundArguments, training: bool) -> bool:
     """As Normalization.cpp decides. cuDNN reads tensors in their suggested memory format only; torch's own
     kernels read any strides. A backward pass does not know its bias."""

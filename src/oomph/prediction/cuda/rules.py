@@ -39,6 +39,17 @@ class Search(NamedTuple):
     workspaces: tuple[int, ...]  # of the algorithms; the largest that is free is allocated
 
 
+class Estimated(int):
+    """Bytes, where the library that chooses them was not asked. `most`: what they may be."""
+
+    most: int
+
+    def __new__(cls, bytes: int, most: int) -> Estimated:
+        found = super().__new__(cls, bytes)
+        found.most = max(bytes, most)
+        return found
+
+
 Temporary = int | None | Search
 
 # The op's results on CUDA, where the fake CPU kernel gives others.

@@ -39,6 +39,7 @@ from oomph.prediction.cuda.rules import (
     NEXT_RESULT,
     BoundArguments,
     CompositeRule,
+    Estimated,
     Fake,
     RuleContext,
     Search,
@@ -308,8 +309,18 @@ def _workspace(found: _Convolution, kind: Pass, gpu: GPU) -> int:
     taken = cudnn.workspace(_conv_pass(found, kind), gpu, "fourier" if slow else None)
     if taken is not None:
         return _bytes_of(taken, found, kind, gpu)
+    estimated = _estimate(found, kind, gpu)
+    if _is_without_tensor_cores(found, kind):  # recorded with what it may take, even if none is expected
+        estimated = max(estimated, 1)
+    return Estimated(estimated, _most(found, kind, gpu))
+
+
+def _estimate(found: _Convolution, kind: Pass, gpu: GPU) -> int:
+    """Where cuDNN cannot be asked."""
     if found.depthwise:
         return _depthwise(found, kind)
+    if _is_without_tensor_cores(found, kind):
+        return _without_tensor_cores(found, kind)
     if not found.is_product and _is_like_measured(found):
         return _workspace_of_nearest(found, kind, gpu)
     if kind != "weight":
@@ -327,6 +338,31 @@ def _workspace(found: _Convolution, kind: Pass, gpu: GPU) -> int:
     return 0 if _is_direct(found, kind) else _copies_inside(found, kind) + _partial_sums(found, gpu)
 
 
+def _most(found: _Convolution, kind: Pass, gpu: GPU) -> int:
+    """Where cuDNN cannot be asked, the largest workspace that it may choose. It often takes Fourier
+    transforms and Winograd's method where the tensor cores are not used, and rarely where they are."""
+    sizes = [_copies(found) + (_partial_sums(found, gpu) if kind == "weight" else 0)]
+    if _is_without_tensor_cores(found, kind) and found.kernel > 1:
+        conv_pass = _conv_pass(found, kind)
+        algorithms = (algorithm for algorithm in _OF_GPU if cudnn.has(algorithm, conv_pass))
+        sizes += [_bytes_of(algorithm, found, kind, gpu) for algorithm in algorithms]
+    return max(sizes)
+
+
+def _is_without_tensor_cores(found: _Convolution, kind: Pass) -> bool:
+    """float32 that is not computed in TF32."""
+    return found.dtype is torch.float32 and not _conv_pass(found, kind).tf32
+
+
+def _without_tensor_cores(found: _Convolution, kind: Pass) -> int:
+    """What cuDNN 9.19 chooses for most of 900 random passes: kernels that read NCHW as it is, or Winograd's
+    method for weight gradients of many channels."""
+    if kind != "weight":
+        return _copies(found) if found.channels_last and found.kernel > 1 else 0
+    has_many = min(found.input.channels, found.output.channels) >= _NARROW_INPUT
+    return _winograd(found, kind) if has_many and cudnn.has("winograd", _conv_pass(found, kind)) else 0
+
+
 def _search(found: _Convolution, kind: Pass, gpu: GPU) -> Iterator[Search]:
     """The workspaces of the algorithms that torch.backends.cudnn.benchmark tries. Where cuDNN cannot be
     asked, they are what the convolution takes without a search, and Fourier transforms: in float32, those are
@@ -336,7 +372,7 @@ def _search(found: _Convolution, kind: Pass, gpu: GPU) -> Iterator[Search]:
     if not searches or not found.input.bytes * found.output.bytes:
         return
     conv_pass = _conv_pass(found, kind)
-    tried = {_bytes_of(each, found, kind, gpu) for each in cudnn.workspaces(conv_pass, gpu)}
+    tried = {_bytes_of(each, found, kind, gpu) for each in cudnn.workspaces(conv_pass, gpu) or ()}
     if not tried:
         tried |= {_workspace(found, kind, gpu), _copies(found)}
         if found.item == 4 and found.groups == 1:
