@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lab.benchmarks.systems.entries import on_the_gpu
+
 import oomph
 from benchmarks import RESULTS
 from benchmarks.fixes.pairs import MODELS
@@ -27,12 +29,11 @@ from benchmarks.rows import (
     store_json,
     write,
 )
-from benchmarks.systems.entries import on_the_gpu
 from oomph.records import FixUse
 from oomph.report.fixes import fix_word
 
 STEPS = 6
-PEAK_BAR, TIME_BAR = 2.0, 25.0  # percent
+PEAK_THRESHOLD, TIME_THRESHOLD = 2.0, 25.0  # percent
 
 
 @dataclass(frozen=True)
@@ -134,11 +135,12 @@ def _judged(row: Row, prediction: oomph.Prediction, base: tuple[Row, oomph.Predi
 def summary(rows: Sequence[Row]) -> str:
     pairs = [row for row in rows if row.fixes]
     near, timed = (
-        sum(abs(error) <= bar for error in errors_of(pairs, f"{kind}_error_percent"))
-        for kind, bar in (("peak", PEAK_BAR), ("slowdown", TIME_BAR))
+        sum(abs(error) <= threshold for error in errors_of(pairs, f"{kind}_error_percent"))
+        for kind, threshold in (("peak", PEAK_THRESHOLD), ("slowdown", TIME_THRESHOLD))
     )
     return (
-        f"{len(pairs)} pairs: peak within {PEAK_BAR:g} % on {near}, slowdown within {TIME_BAR:g} % on {timed}"
+        f"{len(pairs)} pairs: peak within {PEAK_THRESHOLD:g} % on {near}, "
+        f"slowdown within {TIME_THRESHOLD:g} % on {timed}"
     )
 
 

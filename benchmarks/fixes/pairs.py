@@ -25,7 +25,7 @@ def fix(name: str, **options: Any) -> FixUse:
     return FixUse(name, options)
 
 
-RECOMPUTE, PRODUCTS = fix("activation_checkpointing"), fix("activation_checkpointing", keep="products")
+RECOMPUTE, MATMULS = fix("activation_checkpointing"), fix("activation_checkpointing", keep="matmuls")
 LOSS, OFFLOAD, MLP = fix("fused_linear_cross_entropy"), fix("activation_offloading"), fix("tiled_mlp")
 HALVES, BACKEND = fix("micro_batches", parts=2), fix("attn_implementation")
 FUSED, ONE_BY_ONE, EIGHT = fix("fused_optimizer"), fix("no_foreach"), fix("optimizer_8bit")
@@ -160,7 +160,7 @@ MODELS: dict[str, MeasuredModel] = {
             dtype="bfloat16", sizes={"B": 4, "T": 4096},
         ),
         (
-            (LOSS,), (RECOMPUTE,), (PRODUCTS,), (MLP,), (OFFLOAD,), (RECOMPUTE, OFFLOAD), (HALVES,),
+            (LOSS,), (RECOMPUTE,), (MATMULS,), (MLP,), (OFFLOAD,), (RECOMPUTE, OFFLOAD), (HALVES,),
             (LOSS, RECOMPUTE), (EIGHT,), (ROUNDED,), (IN_BACKWARD,), (FUSED,),
         ),
     ),

@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from benchmarks import RESULTS, ROOT
+from benchmarks import RESULTS, ROOT, SOURCES
 from benchmarks.rows import error_percent, in_process, send, stored, summary, write
 
 SCRIPTS = ROOT / "benchmarks" / "accuracy" / "training_scripts"
@@ -154,7 +154,7 @@ def target_of(name: str) -> Any:
         return Script(str(SCRIPTS / name), ())
     if name.startswith("configs/"):
         file, *overrides = name.split()
-        return speed.of_config(str(ROOT / file), *overrides)
+        return speed.of_config(file, *overrides)
     if name == "llama-1b-8k":
         return speed.transformer("Llama", 1, 8192, **speed.LLAMA_1B)
     if name.startswith("speed:"):
@@ -345,7 +345,7 @@ class Child:
     """`python -m benchmarks.fixes.plans arguments`, in a folder of its own."""
 
     def __init__(self, *arguments: str, **variables: str) -> None:
-        paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+        paths = [*SOURCES, os.environ.get("PYTHONPATH", "")]
         settings = {"OMP_NUM_THREADS": "2", "PYTHONPATH": os.pathsep.join(paths), **variables}
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self._errors = Path(self._folder.name) / "stderr"

@@ -30,6 +30,7 @@ APPLICATION_ORDER: dict[str, tuple[str, str]] = {
     "activation_offloading": ("activation_offloading", "ActivationOffloading"),
     "compile": ("compile", "Compile"),
     "micro_batches": ("micro_batches", "MicroBatching"),
+    "trainer_optim": ("trainers", "TrainerOptim"),
     "fused_optimizer": ("optimizers.conversion", "FusedOptimizer"),
     "no_foreach": ("optimizers.conversion", "NoForeach"),
     "optimizer_8bit": ("optimizers.low_bit", "Optimizer8Bit"),
@@ -41,24 +42,10 @@ APPLICATION_ORDER: dict[str, tuple[str, str]] = {
     "fsdp2": ("fsdp2", "FSDP2"),
 }
 
-OLD_NAMES = {
-    "attention_backend": "attn_implementation",
-    "computed_once": "hoist_batch_invariant",
-    "delta_attention": "chunkwise_kda",
-    "fused_loss": "fused_linear_cross_entropy",
-    "gradients_in_place": "gradient_accumulation_fusion",
-    "offload_activations": "activation_offloading",
-    "optimizer_offload": "optimizer_cpu_offload",
-    "recompute": "activation_checkpointing",
-    "shard": "fsdp2",
-    "shared_rope": "shared_rotary_embedding",
-    "vocabulary_cap": "smaller_vocabulary",
-}
-
 NAMES_ELSEWHERE = {  # fixes -> what other libraries, papers and flags call them
     "'activation_checkpointing'": (
         "gradient_checkpointing grad_checkpointing checkpointing checkpoint activation_recomputation "
-        "recomputation remat"
+        "recomputation recompute remat"
     ),
     "'fused_attention' for attention in your own code, or 'attn_implementation' for Hugging Face's": (
         "flash_attention flash_attention_2 flash_attention_3 flash_attn flash sdpa xformers "
@@ -89,25 +76,18 @@ NAMES_ELSEWHERE = {  # fixes -> what other libraries, papers and flags call them
     "'allocator'": "expandable_segments cuda_alloc_conf pytorch_cuda_alloc_conf",
 }
 
-REMOVED = {  # fixes that set one key of a config of the reference systems -> the key
-    "fewer_converted_layers": "model.convert_layers=4",
-    "cheaper_mixing": "model.query_mixing=cross",
-}
-
 
 def _hint(name: str) -> str:
-    if name in REMOVED:
-        return f"set the key of the config instead, e.g. {REMOVED[name]}"
     plain = name.strip().lower().replace("-", "_").replace(" ", "_")
     for here, names in NAMES_ELSEWHERE.items():
         if plain in names.split():
             return f"here that is {here}"
-    close = difflib.get_close_matches(plain, [*APPLICATION_ORDER, *OLD_NAMES], n=1)
+    close = difflib.get_close_matches(plain, APPLICATION_ORDER, n=1)
     if close:
-        return f"did you mean {OLD_NAMES.get(close[0], close[0])!r}?"
+        return f"did you mean {close[0]!r}?"
     return f"the fixes are {', '.join(APPLICATION_ORDER)}"
 
 
 def check_name(name: str) -> None:
-    if name not in APPLICATION_ORDER and name not in OLD_NAMES:
+    if name not in APPLICATION_ORDER:
         raise UserError(f"there is no fix {name!r}; {_hint(name)}")

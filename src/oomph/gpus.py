@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import json
 import re
+import subprocess
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from oomph.errors import UserError
-from oomph.units import GiB, MiB, parse_bytes
+from oomph.units import GiB, MiB, format_bytes, parse_bytes
 
 Capability = tuple[int, int]
+Pcie = tuple[int, int]  # generation and lanes of PCI Express
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +31,7 @@ class GPU:
     fp32_tflops: float | None  # outside the tensor cores: what a float32 product takes unless TF32 is allowed
     bandwidth: int | None  # bytes per second
     context: int  # bytes that a CUDA process takes beside torch's allocator
+    pcie: Pcie
     source: str  # where `memory` comes from
 
     def limit(self, most: str | int | None = None, budget: str | int | None = None, nccl: int = 0) -> int:
@@ -56,7 +63,8 @@ class GPU:
     @property
     def host_link(self) -> int:
         """Bytes per second between the card and pinned host memory, each way."""
-        return int(_of_generation(_HOST_LINK_GBPS, self.capability) * 10**9)
+        generation, lanes = self.pcie
+        return int(_CHIP_LINK_GBPS.get(self.name, _PCIE_GBPS[generation] * lanes / 16) * 10**9)
 
     def link(self, ranks: int) -> int:
         """Bytes per second that a card sends to others in a group of so many: over NVLink or PCI Express
@@ -113,63 +121,77 @@ _FP64_SHARE: dict[Capability, float] = {
 }
 _FP64_TFLOPS = {"h20": 1.0}  # cut down by the vendor
 
-# What 16 lanes of PCI Express carry in large copies: generation 5 since Hopper, 4 since Ampere, else 3. Some
-# cards of a generation have fewer lanes, and GH200 has a faster link than this.
-_HOST_LINK_GBPS: dict[Capability, float] = {(6, 0): 12, (8, 0): 25, (8, 9): 25, (9, 0): 55}
+# What 16 lanes of PCI Express carry in large copies: of the nominal 15.8, 31.5, 63 and 121 GB/s each way.
+_PCIE_GBPS = {3: 12.0, 4: 25.0, 5: 55.0, 6: 105.0}
+_CHIP_LINK_GBPS = {"gh200": 450.0}  # NVLink-C2C, nominal
+# Of a card that is not in the catalogue: that of its generation.
+_PCIE: dict[Capability, int] = {(6, 0): 3, (8, 0): 4, (9, 0): 5}
 
-# Rows: name, title, memory in MiB, capability, multiprocessors, bf16 and fp32 TFLOPS, bandwidth in GB/s, and
-# where the memory figure comes from.
+# Rows: name, title, memory in MiB, capability, multiprocessors, bf16 and fp32 TFLOPS, bandwidth in GB/s,
+# generation and lanes of PCI Express, and where the memory figure comes from.
 # The driver keeps a part of the memory, and newer drivers tend to keep more: figures in users' logs differ by
 # up to 2 %, and where several were found, that of a recent torch on Linux was taken. A torch version is given
 # where the log states one. Rates and bandwidths are the vendor's nominal ones, and no basis for a promise;
 # GeForce rates are those with fp32 accumulation, which is what torch uses: half the rate that is advertised.
 _LOG = "reported by users' logs"
-_ROWS: tuple[tuple[str, str, float, Capability, int, float | None, float, int, str], ...] = (
-    ("b300", "B300", 274115, (10, 3), 148, 2250, 75, 8000, f"{_LOG} (267.69 GiB)"),
-    ("b200", "B200", 182631, (10, 0), 148, 2250, 75, 8000, f"{_LOG} (178.35 GiB)"),
-    ("h200", "H200", 143155.9375, (9, 0), 132, 989, 67, 4800, f"{_LOG} (150109880320 bytes)"),
-    ("h200-nvl", "H200 NVL", 143155.9375, (9, 0), 132, 835, 60, 4800, f"{_LOG} (150109880320 bytes)"),
-    ("gh200", "GH200 (96 GB)", 96768, (9, 0), 132, 989, 67, 4000, f"{_LOG} (torch 2.14, 94.50 GiB)"),
-    ("h100-80gb", "H100 SXM 80GB", 81089, (9, 0), 132, 989, 67, 3352, f"{_LOG} (torch 2.7)"),
-    ("h100-pcie", "H100 PCIe 80GB", 81008, (9, 0), 114, 756, 51, 2039, _LOG),
-    ("h100-nvl", "H100 NVL 94GB", 94849.5, (9, 0), 132, 835, 60, 3938, f"{_LOG} (99456909312 bytes)"),
-    ("h20", "H20", 97285, (9, 0), 78, 148, 44, 4000, _LOG),
-    ("a100-40gb", "A100 40GB", 40441, (8, 0), 108, 312, 19.5, 1555, f"{_LOG} (torch 2.11, SXM4)"),
-    ("a100-80gb", "A100 80GB", 81051, (8, 0), 108, 312, 19.5, 2039, f"{_LOG} (torch 2.9, SXM4)"),
-    ("a800", "A800 80GB", 81051, (8, 0), 108, 312, 19.5, 2039, "estimated: the A100 80GB's board and memory"),
-    ("a30", "A30", 24164, (8, 0), 56, 165, 10.3, 933, f"{_LOG} (torch 2.8)"),
-    ("a40", "A40", 45416, (8, 6), 84, 149.7, 37.4, 696, _LOG),
-    ("a10", "A10", 22589, (8, 6), 72, 125, 31.2, 600, "estimated: the A10G's; logs say 22.1 to 22.2 GiB"),
-    ("a10g", "A10G", 22589, (8, 6), 80, 70, 31.5, 600, f"{_LOG} (torch 2.12, 22.06 GiB)"),
-    ("a6000", "RTX A6000", 48538, (8, 6), 84, 154.8, 38.7, 768, f"{_LOG} (47.40 GiB)"),
-    ("a5000", "RTX A5000", 24138, (8, 6), 64, 111.1, 27.8, 768, _LOG),
-    ("a4000", "RTX A4000", 16117, (8, 6), 48, 76.7, 19.2, 448, f"{_LOG} (torch 1.12)"),
-    ("rtx-pro-6000", "RTX PRO 6000 Blackwell", 97250, (12, 0), 188, 503.8, 126, 1792, f"{_LOG} (torch 2.7)"),
-    ("rtx6000-ada", "RTX 6000 Ada", 48520, (8, 9), 142, 364, 91.1, 960, f"{_LOG} (torch 2.7)"),
-    ("l40s", "L40S", 45495, (8, 9), 142, 362, 91.6, 864, f"{_LOG} (torch 2.2)"),
-    ("l40", "L40", 45466, (8, 9), 142, 181, 90.5, 864, f"{_LOG} (44.4 GiB)"),
-    ("l4", "L4", 22563, (8, 9), 58, 121, 30.3, 300, f"{_LOG} (torch 2.11)"),
-    ("v100-16gb", "V100 16GB", 16130, (7, 0), 80, 125, 15.7, 900, f"{_LOG} (SXM2)"),
-    ("v100-32gb", "V100 32GB", 32494, (7, 0), 80, 125, 15.7, 900, f"{_LOG} (torch 2.6, SXM2)"),
-    ("t4", "T4", 14913, (7, 5), 40, 65, 8.1, 320, f"{_LOG} (torch 2.14)"),
-    ("p100", "P100 16GB", 16280, (6, 0), 56, 18.7, 9.3, 732, f"{_LOG} (torch 1.8, PCIe)"),
-    ("rtx5090", "RTX 5090", 32120, (12, 0), 170, 209.5, 104.8, 1792, f"{_LOG} (torch 2.6, 31.37 GiB)"),
-    ("rtx5080", "RTX 5080", 15840, (12, 0), 84, 112.6, 56.3, 960, _LOG),
-    ("rtx4090", "RTX 4090", 24081, (8, 9), 128, 165.2, 82.6, 1008, f"{_LOG} (torch 2.5)"),
-    ("rtx4080-super", "RTX 4080 SUPER", 15944, (8, 9), 80, 104.4, 52.2, 736, f"{_LOG} (torch 2.12)"),
-    ("rtx4080", "RTX 4080", 15944, (8, 9), 76, 97.5, 48.7, 717, "estimated: the RTX 4080 SUPER's"),
-    ("rtx4070", "RTX 4070", 12002, (8, 9), 46, 58.3, 29.1, 504, f"{_LOG} (torch 2.5)"),
-    ("rtx4060ti-16gb", "RTX 4060 Ti 16GB", 15974, (8, 9), 34, 44.1, 22.1, 288, f"{_LOG} (15.60 GiB)"),
-    ("rtx4060ti-8gb", "RTX 4060 Ti 8GB", 7806, (8, 9), 34, 44.1, 22.1, 288, f"{_LOG} (torch 2.12)"),
-    ("rtx3090ti", "RTX 3090 Ti", 24114, (8, 6), 84, 80, 40, 1008, _LOG),
-    ("rtx3090", "RTX 3090", 24124, (8, 6), 82, 71, 35.6, 936, f"{_LOG} (torch 2.13)"),
-    ("rtx3080ti", "RTX 3080 Ti", 11910, (8, 6), 80, 68.2, 34.1, 912, f"{_LOG} (11.63 GiB)"),
-    ("rtx3080", "RTX 3080 10GB", 10009, (8, 6), 68, 59.5, 29.8, 760, f"{_LOG} (torch 1.13)"),
-    ("rtx3070", "RTX 3070", 7753, (8, 6), 46, 40.6, 20.3, 448, f"{_LOG} (torch 2.6)"),
-    ("rtx3060", "RTX 3060 12GB", 11910, (8, 6), 28, 25.5, 12.7, 360, f"{_LOG} (torch 2.10)"),
-    ("rtx2080ti", "RTX 2080 Ti", 10825, (7, 5), 68, 53.8, 13.4, 616, f"{_LOG} (torch 2.6)"),
-    ("titan-rtx", "TITAN RTX", 24190, (7, 5), 72, 130.5, 16.3, 672, _LOG),
-    ("gtx1080ti", "GTX 1080 Ti", 11178, (6, 1), 28, None, 11.3, 484, _LOG),
+_P3, _P4, _P5, _P6 = ((generation, 16) for generation in (3, 4, 5, 6))
+_ROWS: tuple[tuple[str, str, float, Capability, int, float | None, float, int, Pcie, str], ...] = (
+    ("b300", "B300", 274115, (10, 3), 148, 2250, 75, 8000, _P6, f"{_LOG} (267.69 GiB)"),
+    ("b200", "B200", 182631, (10, 0), 148, 2250, 75, 8000, _P5, f"{_LOG} (178.35 GiB)"),
+    ("h200", "H200", 143155.9375, (9, 0), 132, 989, 67, 4800, _P5, f"{_LOG} (150109880320 bytes)"),
+    ("h200-nvl", "H200 NVL", 143155.9375, (9, 0), 132, 835, 60, 4800, _P5, f"{_LOG} (150109880320 bytes)"),
+    ("gh200", "GH200 (96 GB)", 96768, (9, 0), 132, 989, 67, 4000, _P5, f"{_LOG} (torch 2.14, 94.50 GiB)"),
+    ("h100-80gb", "H100 SXM 80GB", 81089, (9, 0), 132, 989, 67, 3352, _P5, f"{_LOG} (torch 2.7)"),
+    ("h100-pcie", "H100 PCIe 80GB", 81008, (9, 0), 114, 756, 51, 2039, _P5, _LOG),
+    ("h100-nvl", "H100 NVL 94GB", 94849.5, (9, 0), 132, 835, 60, 3938, _P5, f"{_LOG} (99456909312 bytes)"),
+    ("h20", "H20", 97285, (9, 0), 78, 148, 44, 4000, _P5, _LOG),
+    ("a100-40gb", "A100 40GB", 40441, (8, 0), 108, 312, 19.5, 1555, _P4, f"{_LOG} (torch 2.11, SXM4)"),
+    ("a100-80gb", "A100 80GB", 81051, (8, 0), 108, 312, 19.5, 2039, _P4, f"{_LOG} (torch 2.9, SXM4)"),
+    ("a800", "A800 80GB", 81051, (8, 0), 108, 312, 19.5, 2039, _P4, "estimated: the A100 80GB's board"),
+    ("a30", "A30", 24164, (8, 0), 56, 165, 10.3, 933, _P4, f"{_LOG} (torch 2.8)"),
+    ("a40", "A40", 45416, (8, 6), 84, 149.7, 37.4, 696, _P4, _LOG),
+    ("a10", "A10", 22589, (8, 6), 72, 125, 31.2, 600, _P4, "estimated: the A10G's; logs: 22.1 to 22.2 GiB"),
+    ("a10g", "A10G", 22589, (8, 6), 80, 70, 31.5, 600, _P4, f"{_LOG} (torch 2.12, 22.06 GiB)"),
+    ("a6000", "RTX A6000", 48538, (8, 6), 84, 154.8, 38.7, 768, _P4, f"{_LOG} (47.40 GiB)"),
+    ("a5000", "RTX A5000", 24138, (8, 6), 64, 111.1, 27.8, 768, _P4, _LOG),
+    ("a4000", "RTX A4000", 16117, (8, 6), 48, 76.7, 19.2, 448, _P4, f"{_LOG} (torch 1.12)"),
+    (
+        "rtx-pro-6000",
+        "RTX PRO 6000 Blackwell",
+        97250,
+        (12, 0),
+        188,
+        503.8,
+        126,
+        1792,
+        _P5,
+        f"{_LOG} (torch 2.7)",
+    ),
+    ("rtx6000-ada", "RTX 6000 Ada", 48520, (8, 9), 142, 364, 91.1, 960, _P4, f"{_LOG} (torch 2.7)"),
+    ("l40s", "L40S", 45495, (8, 9), 142, 362, 91.6, 864, _P4, f"{_LOG} (torch 2.2)"),
+    ("l40", "L40", 45466, (8, 9), 142, 181, 90.5, 864, _P4, f"{_LOG} (44.4 GiB)"),
+    ("l4", "L4", 22563, (8, 9), 58, 121, 30.3, 300, _P4, f"{_LOG} (torch 2.11)"),
+    ("v100-16gb", "V100 16GB", 16130, (7, 0), 80, 125, 15.7, 900, _P3, f"{_LOG} (SXM2)"),
+    ("v100-32gb", "V100 32GB", 32494, (7, 0), 80, 125, 15.7, 900, _P3, f"{_LOG} (torch 2.6, SXM2)"),
+    ("t4", "T4", 14913, (7, 5), 40, 65, 8.1, 320, _P3, f"{_LOG} (torch 2.14)"),
+    ("p100", "P100 16GB", 16280, (6, 0), 56, 18.7, 9.3, 732, _P3, f"{_LOG} (torch 1.8, PCIe)"),
+    ("rtx5090", "RTX 5090", 32120, (12, 0), 170, 209.5, 104.8, 1792, _P5, f"{_LOG} (torch 2.6, 31.37 GiB)"),
+    ("rtx5080", "RTX 5080", 15840, (12, 0), 84, 112.6, 56.3, 960, _P5, _LOG),
+    ("rtx4090", "RTX 4090", 24081, (8, 9), 128, 165.2, 82.6, 1008, _P4, f"{_LOG} (torch 2.5)"),
+    ("rtx4080-super", "RTX 4080 SUPER", 15944, (8, 9), 80, 104.4, 52.2, 736, _P4, f"{_LOG} (torch 2.12)"),
+    ("rtx4080", "RTX 4080", 15944, (8, 9), 76, 97.5, 48.7, 717, _P4, "estimated: the RTX 4080 SUPER's"),
+    ("rtx4070", "RTX 4070", 12002, (8, 9), 46, 58.3, 29.1, 504, _P4, f"{_LOG} (torch 2.5)"),
+    ("rtx4060ti-16gb", "RTX 4060 Ti 16GB", 15974, (8, 9), 34, 44.1, 22.1, 288, (4, 8), f"{_LOG} (15.60 GiB)"),
+    ("rtx4060ti-8gb", "RTX 4060 Ti 8GB", 7806, (8, 9), 34, 44.1, 22.1, 288, (4, 8), f"{_LOG} (torch 2.12)"),
+    ("rtx3090ti", "RTX 3090 Ti", 24114, (8, 6), 84, 80, 40, 1008, _P4, _LOG),
+    ("rtx3090", "RTX 3090", 24124, (8, 6), 82, 71, 35.6, 936, _P4, f"{_LOG} (torch 2.13)"),
+    ("rtx3080ti", "RTX 3080 Ti", 11910, (8, 6), 80, 68.2, 34.1, 912, _P4, f"{_LOG} (11.63 GiB)"),
+    ("rtx3080", "RTX 3080 10GB", 10009, (8, 6), 68, 59.5, 29.8, 760, _P4, f"{_LOG} (torch 1.13)"),
+    ("rtx3070", "RTX 3070", 7753, (8, 6), 46, 40.6, 20.3, 448, _P4, f"{_LOG} (torch 2.6)"),
+    ("rtx3060", "RTX 3060 12GB", 11910, (8, 6), 28, 25.5, 12.7, 360, _P4, f"{_LOG} (torch 2.10)"),
+    ("rtx2080ti", "RTX 2080 Ti", 10825, (7, 5), 68, 53.8, 13.4, 616, _P3, f"{_LOG} (torch 2.6)"),
+    ("titan-rtx", "TITAN RTX", 24190, (7, 5), 72, 130.5, 16.3, 672, _P3, _LOG),
+    ("gtx1080ti", "GTX 1080 Ti", 11178, (6, 1), 28, None, 11.3, 484, _P3, _LOG),
 )
 
 # Other spellings, people's and the driver's own, without brand words, spaces and signs.
@@ -198,13 +220,17 @@ _SPELLINGS: dict[str, tuple[str, ...]] = {
 _BRAND_WORDS = {"nvidia", "geforce", "tesla", "quadro"}
 
 
-def _of_generation(table: dict[Capability, float], capability: Capability) -> float:
+def _of_generation(table: Mapping[Capability, float], capability: Capability) -> float:
     """The entry of a generation, or of the nearest older one."""
     return table[max((c for c in table if c <= capability), default=min(table))]
 
 
 def _context(capability: Capability) -> int:
     return int(_of_generation(_CONTEXT, capability) * MiB)
+
+
+def _pcie(capability: Capability) -> Pcie:
+    return int(_of_generation(_PCIE, capability)), 16
 
 
 _CATALOGUE = tuple(
@@ -218,9 +244,10 @@ _CATALOGUE = tuple(
         single,
         bandwidth * 10**9,
         _context(capability),
+        pcie,
         source,
     )
-    for name, title, memory, capability, processors, rate, single, bandwidth, source in _ROWS
+    for name, title, memory, capability, processors, rate, single, bandwidth, pcie, source in _ROWS
 )
 
 
@@ -235,8 +262,11 @@ def catalogue() -> tuple[GPU, ...]:
 def find(text: str) -> GPU:
     """The card that `text` names, or one of the size that it gives.
 
-    "rtx3090", "3090", "NVIDIA GeForce RTX 3090", "A100-80GB"; "24GiB".
+    "rtx3090", "3090", "NVIDIA GeForce RTX 3090", "A100-80GB"; "24GiB". "here": what is free now on the GPU of
+    this machine.
     """
+    if text == HERE:
+        return _here()
     if not isinstance(text, str):
         raise UserError(f"GPU {text!r} is not a name; {_HINT}")
     words = _words(text)
@@ -282,10 +312,47 @@ def for_device(name: str, total_memory: int, capability: Capability) -> GPU:
         fp32_tflops=None,
         bandwidth=None,
         context=_context(capability),
+        pcie=_pcie(capability),
         source="measured: read off the device",
     )
 
 
+_ASK = """
+import json, torch
+p = torch.cuda.is_available() and torch.cuda.get_device_properties(0)
+print(json.dumps(p and [p.name, p.total_memory, [p.major, p.minor], torch.cuda.mem_get_info(0)[0]]))
+"""
+
+
+@functools.cache
+def ask_device() -> tuple[GPU, int] | None:
+    """The GPU of this machine, and its bytes that are free beside the context of a process. It is asked in a
+    process of its own: a context takes memory, and forks of a process that has one cannot use CUDA."""
+    asked = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True)
+    if asked.returncode:
+        raise UserError(f"the GPU cannot be used:\n{asked.stderr.strip()}")
+    if not (found := json.loads(asked.stdout.splitlines()[-1])):
+        return None
+    name, memory, capability, free = found
+    return for_device(name, memory, tuple(capability)), free
+
+
+def _here() -> GPU:
+    """With the memory that a process could have now."""
+    asked = ask_device()
+    if asked is None:
+        raise UserError(f"GPU {HERE!r}: there is no GPU here that torch can use; {_HINT}")
+    card, free = asked
+    memory = free + card.context
+    if card.bandwidth is None:
+        return _of_size(f"{memory // MiB}MiB")
+    if memory > _WHOLE * card.memory:
+        return card
+    return replace(card, memory=memory, title=f"{card.title} with {format_bytes(memory)} free")
+
+
+HERE = "here"
+_WHOLE = 0.99  # of the memory: a desktop takes the rest
 _HINT = "`oomph gpus` lists every name, and a size such as 24GiB works too"
 
 
@@ -346,5 +413,6 @@ def _of_size(text: str) -> GPU:
         fp32_tflops=None,
         bandwidth=None,
         context=_context(UNKNOWN_CAPABILITY),
+        pcie=_pcie(UNKNOWN_CAPABILITY),
         source="given; of unknown generation, so modelled as sm_90",
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -47,7 +47,7 @@ class Site:
     file: str
     line: int
     function: str
-    # The nearest line of the user's own above one of a library, when that was first reached.
+    # The nearest line of the user's own above one of a library.
     caller: Site | None = field(default=None, compare=False, kw_only=True)
 
 
@@ -70,6 +70,7 @@ class Allocation(NamedTuple):
     parent: int | None = None  # the allocation of the op's largest operand on the GPU
     call: int = 0  # calls of outermost modules that had ended before
     differentiable: bool = False  # autograd recorded the op
+    most: int | None = None  # bytes that it may have, where they are estimated; it may also have none
 
 
 class Event(NamedTuple):
@@ -294,19 +295,22 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What every step leaves behind, and the line that made most of it."""
+    """What every step leaves behind, and the line that made most of it. Or what every call of a model does,
+    and its line: past the limit the program was stopped."""
 
     bytes: int
     site: Site | None
+    calls: int = 0  # each of which left as much behind; 0: steps do
 
 
 SIZES_DEPEND_ON_VALUES = "sizes depend on values"
+WORKSPACES_ESTIMATED = "the workspaces of convolutions, which cuDNN chooses, are estimated"
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """What is needed where ops whose size depends on values select the fewest and the most elements, or where
-    steps differ, or of a compiled program that is traced as eager: from what it may need at least."""
+    """What may be needed, where sizes depend on values, steps differ, workspaces are estimated
+    or a compiled program is traced as eager (prediction/intervals.py)."""
 
     low: Peak
     high: Peak
@@ -362,6 +366,7 @@ class Prediction:
     embeddings: tuple[EmbeddingUse, ...] = ()
     holders: tuple[Holder, ...] = ()  # those that hold most come first
     ranks: int = 1  # of the step; the figures are those of the first
+    pinned: int = 0  # bytes of host memory, the most that the program has pinned at once
     nccl: int = 0  # bytes of NCCL's buffers, estimated; in peak.device, beside the allocator
     recorded: str = ""  # the memory snapshot of a real run that it was read from, instead of predicted
 
@@ -405,9 +410,8 @@ class Prediction:
         return _sum((alive.allocation.module, alive.bytes) for alive in self.at_peak).most_common()
 
     def by_line(self) -> list[tuple[Site, int]]:
-        """Bytes at the peak per source line, largest first."""
-        totals = _sum((alive.allocation.site, alive.bytes) for alive in self.at_peak)
-        return [(site, size) for site, size in totals.most_common() if site is not None]
+        """Bytes at the peak per source line, largest first; with the caller of most of them."""
+        return bytes_by_line((alive.allocation.site, alive.bytes) for alive in self.at_peak).most_common()
 
 
 _ROWS: dict[str, Any] = {"timeline": Moment, "events": Event, "allocations": Allocation}
@@ -542,6 +546,23 @@ class PredictedFixes:
     too_close: bool = False  # to call
 
 
+@dataclass(frozen=True, slots=True)
+class Largest:
+    """The largest batch or the longest sequence that fits."""
+
+    size: int  # 0: not even 1
+    exact: bool  # False: more may fit; the search was ended
+    fails: bool = False  # the program cannot run with more
+
+
+@dataclass(frozen=True)
+class FailedFixes:
+    """Fixes that were tried, and why there is no prediction with them."""
+
+    fixes: tuple[FixUse, ...]
+    reason: str
+
+
 @dataclass(frozen=True)
 class Plan:
     """The cheapest set of fixes that was found for a card, or the one that comes closest."""
@@ -568,6 +589,12 @@ class Plan:
     growth: int = 0  # bytes that every step leaves behind, with any fix
     notes: tuple[Note, ...] = ()  # on the prediction without fixes
     least: int = 0  # bytes that no fix of the allowed kinds saves, where they exceed `limit`
+    failed: tuple[FailedFixes, ...] = ()  # what could not be predicted: it may be enough
+    rows: int = 0  # of the batch; known where `rows_that_fit` is
+    rows_that_fit: int | None = None  # with these fixes, where the plan does not fit: a part of `rows`
+    no_rows: str = ""  # why that is not known
+    # By "batch" or "sequence", if asked for; each "without" fixes and "with" these.
+    largest: Mapping[str, Mapping[str, Largest]] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         names = ", ".join(use.fix for use in self.fixes) or "no fixes"
@@ -615,6 +642,15 @@ class Change:
     fix: str
     where: str  # the module's path, or what else it belongs to
     what: str
+
+
+def bytes_by_line(pairs: Iterable[tuple[Site | None, int]]) -> Counter[Site]:
+    """Each line with the caller of most of its bytes."""
+    known = [(site, size) for site, size in pairs if site is not None]
+    of_callers = _sum(((site, site.caller), size) for site, size in known if site.caller is not None)
+    callers = {site: caller for (site, caller), _ in reversed(of_callers.most_common())}
+    totals = _sum(known)
+    return Counter({replace(site, caller=callers.get(site)): size for site, size in totals.items()})
 
 
 def _sum(pairs: Iterable[tuple[K, int]]) -> Counter[K]:

@@ -13,7 +13,7 @@ import oomph
 from oomph import gpus
 from oomph.cli.main import run
 from oomph.fixes import find, uses_of
-from oomph.planning import largest_size, read_plan, write_plan
+from oomph.planning import read_plan, write_plan
 from oomph.planning.reduced import reduction
 from oomph.prediction.allocator import replay
 from oomph.report.fixes import plan_text
@@ -73,7 +73,8 @@ def found(as_it_is, tmp_path_factory):
     budget = f"{as_it_is.peak.reserved // 2 // MiB}MiB"
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown):
-        status = run(["fit", f"{__file__}:STEP", "--gpu", "h200", "--max", budget, "--plan", str(file)])
+        limits = ["--gpu", "h200", "--max", budget, "--largest", "batch"]
+        status = run(["fit", f"{__file__}:STEP", *limits, "--plan", str(file)])
     assert status == 0
     return file, shown.getvalue()
 
@@ -267,15 +268,37 @@ def test_another_file_is_not_overwritten(tmp_path, capsys):
 
 @pytest.mark.usefixtures("in_process")
 def test_the_largest_batch_that_fits(plan):
-    step, plan = replace(STEP, model=lambda: Model([Block(), Block()])), replace(plan, model_id="")
-    found = largest_size(step, plan, "batch", lambda text, fraction: None)
-    assert all(each.exact for each in found)
-    without, with_plan = (each.size for each in found)
-    assert without < 32 <= with_plan
-    sized = (replace(step, sizes={"B": rows}) for rows in (without, without + 1))
+    without, with_plan = (plan.largest["batch"][key] for key in ("without", "with"))
+    assert without.exact
+    assert with_plan.exact
+    assert without.size < 32 <= with_plan.size
+    sized = (replace(STEP, sizes={"B": rows}) for rows in (without.size, without.size + 1))
     assert [oomph.predict(each, gpu="h200", max=plan.limit).fits for each in sized] == [True, False]
     with pytest.raises(oomph.UserError, match="no size of its sequence"):
-        largest_size(step, plan, "sequence", lambda text, fraction: None)
+        oomph.fit(STEP, gpu="h200", max=plan.limit, largest="sequence")
+
+
+@pytest.mark.usefixtures("in_process")
+def test_the_batch_that_would_fit_where_no_fix_is_enough():
+    def make(device, B):
+        return torch.randn(B, 64, 4096, device=device)
+
+    def model():
+        return nn.Sequential(nn.BatchNorm1d(64), nn.Linear(4096, 4096))  # no micro-batches
+
+    def squares(model, batch):
+        return model(batch).square().mean()
+
+    step = replace(STEP, model=model, batch=make, loss=squares)
+    limit = oomph.predict(step, gpu="h200").peak.reserved * 2 // 3
+    plan = oomph.fit(step, gpu="h200", max=limit)
+    assert not plan.fits
+    assert plan.rows == 32
+    assert 0 < plan.rows_that_fit < 32
+    fixes = [use for use in plan.fixes if use.fix != "micro_batches"]
+    smaller = replace(step, sizes={"B": plan.rows_that_fit})
+    assert oomph.predict(oomph.apply(fixes, smaller), gpu="h200", max=limit).fits
+    assert f"A batch of {plan.rows_that_fit}" in plan_text(plan, report_console(), "x.py:STEP", None)
 
 
 @pytest.mark.usefixtures("in_process")

@@ -29,7 +29,6 @@ from oomph.cli.targets import (
     allocator_limit,
     find_target,
     is_config,
-    open_target,
     workload_of,
 )
 from oomph.errors import ExitStatus, UserError
@@ -53,7 +52,11 @@ class FitOptions(StepOptions):
     sizes: BatchSizes = None
     plan: Annotated[str | None, typer.Option(metavar="FILE.json", help="Write the plan to this file.")] = None
     largest: Annotated[
-        str | None, typer.Option(metavar="batch|sequence", help="Also find the largest that fits.")
+        str | None,
+        typer.Option(
+            metavar="batch|sequence",
+            help="Also find the largest batch or the longest sequence that fits, without fixes and with.",
+        ),
     ] = None
     gpus: Annotated[bool, typer.Option("--gpus", help="Also list the GPUs on which it fits.")] = False
     ranks: Annotated[
@@ -69,11 +72,10 @@ def run_fit(given: FitOptions) -> ExitStatus:
     kinds = fix_kinds(options.allow)
     _check(options)
     load_torch()
-    from oomph.planning import fit, largest_size, ranks_needed, write_plan
-    from oomph.planning.largest import size_name
+    from oomph.planning import fit, ranks_needed, write_plan
     from oomph.planning.plan import plan_to_json
-    from oomph.prediction.api import fits_on
     from oomph.prediction.isolation import run_isolated
+    from oomph.prediction.result import fits_on
 
     search = partial(
         fit,
@@ -82,30 +84,24 @@ def run_fit(given: FitOptions) -> ExitStatus:
         allow=kinds,
         host_memory=options.host_memory,
         sizes=batch_sizes(options, options.sizes),
+        largest=options.largest,
     )
 
-    def run(progress: Progress) -> tuple[Plan, dict[str, Any]]:
-        with open_target(options.target, options.overrides) as target:
-            limit = allocator_limit(options, options.max)
-            if options.largest is None:
-                return search(target, max=limit, progress=progress), {}
-            workload = workload_of(target, options.target)
-            size_name(workload, options.largest)
-            plan = search(workload, max=limit, progress=progress)
-            return plan, {options.largest: largest_size(workload, plan, options.largest, progress)}
+    def run(progress: Progress) -> Plan:
+        with options.open() as target:
+            return search(target, max=allocator_limit(options, options.max), progress=progress)
 
     def count(progress: Progress) -> Any:
-        with open_target(options.target, options.overrides) as target:
+        with options.open() as target:
             workload = workload_of(target, options.target)
             return ranks_needed(workload, str(options.gpu or options.budget), options.max, progress)
 
-    largest: dict[str, Any] = {}
     trials: Any = ()
     with program_output() as report:
         if options.is_script:
             plan = search(options.script(options.steps), max=options.max, progress=report)
         else:
-            plan, largest = run_isolated(run, report)
+            plan = run_isolated(run, report)
             trials = run_isolated(count, report) if options.ranks else ()
     if options.plan is not None:
         write_plan(plan, options.plan)
@@ -118,20 +114,16 @@ def run_fit(given: FitOptions) -> ExitStatus:
         before, after = (fits_on(runs[index][1], catalogue) for index in (0, -1))
         cards = list(zip(titles, before, after, strict=True))
     if options.html is not None:
-        write_page(options.html, options.typed, runs, plan=plan)
+        write_page(options.html, options.typed, runs, plan=plan, plan_file=options.plan)
     if options.json:
         found = plan_to_json(plan)
-        if largest:
-            found["largest"] = {
-                name: {"without": a._asdict(), "with": b._asdict()} for name, (a, b) in largest.items()
-            }
         if trials:
             found["ranks"] = [{**one._asdict(), "peak": asdict(one.peak)} for one in trials]
         if cards:
             found["gpus"] = [{"gpu": name, "before": before, "after": after} for name, before, after in cards]
         write_json(found)
     else:
-        write_stdout(plan_text(plan, report_console(), options.typed, options.plan, largest, cards))
+        write_stdout(plan_text(plan, report_console(), options.typed, options.plan, cards))
         write_stdout(ranks_text(trials, plan.gpu_title))
     return ExitStatus.FITS if plan.fits else ExitStatus.DOES_NOT_FIT
 
@@ -170,6 +162,4 @@ def _check(options: FitOptions) -> None:
         from oomph.planning.plan import check_overwritten
 
         check_overwritten(options.plan)
-    if options.is_script and options.largest is not None:
-        raise UserError("--largest needs a Workload that names its sizes; a script has none")
     options.check()

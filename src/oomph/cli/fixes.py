@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Annotated
 
 import typer
@@ -32,6 +30,7 @@ from oomph.report.fixes import (
 )
 from oomph.report.terminal import report_console
 
+_OVERRIDE = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*=.*", re.DOTALL)
 VERIFIED, DIFFERS = 0, 1  # exit statuses of `oomph verify`
 
 
@@ -69,7 +68,7 @@ def run_fixes(given: FixesOptions) -> int:
     only = options.only
 
     def run(progress: Progress) -> tuple[Prediction, list[Proposal]]:
-        with open_target(options.target, options.overrides) as target:
+        with options.open() as target:
             limit = allocator_limit(options, options.max)
             workload = target if isinstance(target, Workload) else call_on_fake_gpu(target)
             if not isinstance(workload, Workload):
@@ -99,8 +98,6 @@ def fix_kinds(allow: str) -> tuple[FixKind, ...]:
     for word in words:
         if word not in FIX_KINDS:
             raise UserError(f"--allow {word!r} is not a kind of fix; valid: {', '.join(FIX_KINDS)}")
-    if "compile" in words and find_spec("triton") is None:
-        print("oomph: torch.compile is not tried: it needs Triton (`pip install triton`)", file=sys.stderr)
     return tuple(kind for kind in FIX_KINDS if kind == "exact" or kind in words)
 
 
@@ -129,10 +126,9 @@ def run_verify(
     as_json: Json = False,
 ) -> int:
     """Check fixes on the CPU. Exit status 1 if loss or gradients change."""
-    from oomph.training.config import is_override
-
-    overrides = [word for word in words or () if is_override(word)]
-    fixes = [word for word in words or () if not is_override(word)]
+    # A fix with options, `activation_checkpointing:keep=matmuls`, is no override.
+    overrides = [word for word in words or () if _OVERRIDE.fullmatch(word)]
+    fixes = [word for word in words or () if not _OVERRIDE.fullmatch(word)]
     check_target(target, overrides)
     if not fixes:
         raise UserError("verify needs a fix: oomph verify TARGET FIX ...; `oomph fixes` lists them")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -26,7 +24,7 @@ from oomph.cli.common import (
     write_stdout,
 )
 from oomph.cli.predict import PredictOptions, check_options, predict_target, script_with_fixes, with_fixes
-from oomph.cli.targets import TargetOptions, find_target, open_target
+from oomph.cli.targets import TargetOptions, find_target
 from oomph.errors import ExitStatus, OomphError, ProgramError, UserError
 from oomph.records import Measurement, OpDifference, OpRow, Prediction, Progress
 from oomph.report.measurement import Comparison, measurement_text, measurement_to_json
@@ -58,7 +56,7 @@ def run_measure(given: MeasureOptions) -> ExitStatus:
     # Every run has a process of its own: what else lives in one would be counted.
     options = find_target(given, "measure")
     fixes = fix_words(options.fix, options.plan)
-    target = options.target, options.overrides, options.module, options.torchrun
+    target = options.target, options.overrides, options.module, options.torchrun, options.config
     asked = PredictOptions(*target, gpu=options.gpu, fix=fixes, html=options.html)
     check_options(asked)
     if options.gpu is None:
@@ -84,27 +82,17 @@ def run_measure(given: MeasureOptions) -> ExitStatus:
 
 
 def _this_gpu() -> str:
-    """The catalogue's name of the GPU, or its size. Asked in a process of its own: predictions fork this one,
-    and forks of a process that uses CUDA cannot use it."""
+    """The catalogue's name of the GPU, or its size."""
     import torch
 
     from oomph.measurement.measure import cuda_device
 
-    code = (
-        "import json, torch; p = torch.cuda.is_available() and torch.cuda.get_device_properties(0); "
-        "print(json.dumps(p and [p.name, p.total_memory, p.major, p.minor]))"
-    )
-    properties: Any = None
-    if torch.cuda.device_count():  # which leaves CUDA alone
-        asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        if asked.returncode:
-            raise UserError(f"the GPU cannot be used:\n{asked.stderr.strip()}")
-        properties = json.loads(asked.stdout.splitlines()[-1])
-    if not properties:
+    asked = gpus.ask_device() if torch.cuda.device_count() else None  # which leaves CUDA alone
+    if asked is None:
         cuda_device("cuda")  # says what is missing
-    name, memory, *capability = properties
-    card = gpus.for_device(name, memory, tuple(capability))
-    return card.name if card.bandwidth is not None else f"{memory >> 20}MiB"
+        raise UserError("there is no GPU here")
+    card, _ = asked
+    return card.name if card.bandwidth is not None else f"{card.memory >> 20}MiB"
 
 
 def _comparison(options: PredictOptions, title: str, prediction: Prediction) -> Comparison:
@@ -121,8 +109,9 @@ def _comparison(options: PredictOptions, title: str, prediction: Prediction) -> 
 def _op_differences(options: PredictOptions) -> tuple[OpDifference, ...]:
     """The ops whose measured and predicted bytes differ, those with the most first."""
     from oomph.measurement.oplog import describe, op_differences
-    from oomph.prediction.api import predict_ops, run_silently
+    from oomph.prediction.child import predict_ops
     from oomph.prediction.isolation import run_isolated
+    from oomph.prediction.retry import run_silently
 
     def predicted(progress: Progress) -> list[OpRow]:
         with _opened(options) as target:
@@ -184,7 +173,7 @@ def _opened(options: PredictOptions) -> Iterator[Any]:
     if options.is_script:
         yield script_with_fixes(options)
         return
-    with open_target(options.target, options.overrides) as target:
+    with options.open() as target:
         yield with_fixes(target, options.fixes) if options.fixes else target
 
 

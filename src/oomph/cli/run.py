@@ -7,7 +7,6 @@ which fixes would have saved it.
 from __future__ import annotations
 
 import contextlib
-import os
 import shlex
 import subprocess
 import sys
@@ -33,9 +32,11 @@ from oomph.cli.common import (
 )
 from oomph.cli.targets import TargetOptions, check_python_file, find_target, raised_at
 from oomph.errors import OomphError, UserError, is_missing_gpu, program_traceback
-from oomph.records import Plan
+from oomph.records import Note, Plan
+from oomph.units import format_bytes
 
 _PLAN_SECONDS = 300
+_WHOLE = 0.99  # of the GPU's memory: a desktop takes the rest
 
 
 def run_script(
@@ -119,37 +120,49 @@ def _post_mortem(options: TargetOptions, fixes: Sequence[str], html: str) -> Non
         from oomph.report.terminal import report_console, report_text
 
         recorded = recording_of(snapshot(), options.target)
+        limits, note = _limits()
+        recorded = replace(recorded, notes=(*map(Note, note), *recorded.notes))
         console = report_console(sys.stderr)
         write_stdout("\n" + report_text(recorded, console))
-        plan = None if fixes else _plan(options)
+        plan = None if fixes else _plan(options, limits)
         if plan is not None:
             write_stdout("\n" + plan_text(plan, console, options.typed, None))
-        write_page(html, options.target, [("recorded", recorded)], plan=plan)
+        write_page(html, options.typed, [("recorded", recorded)], plan=plan)
     except Exception as error:
         print(f"oomph: no report of the failure could be made ({error})", file=sys.stderr)
 
 
-def _plan(options: TargetOptions) -> Plan | None:
-    """What `oomph fit` finds for this GPU, in a process without it: forks of this one cannot predict."""
+def _limits() -> tuple[list[str], list[str]]:
+    """Of what the process could have had: options for `oomph fit`, and a note where it was less than the GPU
+    has."""
     import torch
-
-    from oomph.planning.plan import read_plan
 
     device: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
     card = gpus.for_device(device.name, device.total_memory, (device.major, device.minor))
-    gpu = card.name if card.bandwidth is not None else f"{device.total_memory >> 20}MiB"
+    allowed = int(torch.cuda.get_per_process_memory_fraction() * card.memory)
+    left = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()  # by other processes
+    limits = ["--gpu", card.name if card.bandwidth is not None else f"{card.memory >> 20}MiB"]
+    if min(allowed, left) > _WHOLE * card.limit():
+        return limits, []
+    why = "per_process_memory_fraction" if allowed <= left else "the rest is in use outside of it"
+    note = (
+        f"the allocator could reserve {format_bytes(min(allowed, left))} of the {card.title}'s "
+        f"{format_bytes(card.memory)}: {why}"
+    )
+    return [*limits, "--max", f"{min(allowed, left) >> 20}MiB"], [note]
+
+
+def _plan(options: TargetOptions, limits: Sequence[str]) -> Plan | None:
+    """What `oomph fit` finds for what the process could have had, in another process."""
+    from oomph.planning.plan import read_plan
+
     print("\noomph: looking for fixes with which it fits (Ctrl-C to skip)", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "plan.json"
-        words = [sys.executable, "-m", "oomph", *options.command("fit", "--gpu", gpu, "--plan", str(file))]
+        words = [sys.executable, "-m", "oomph", *options.command("fit", *limits, "--plan", str(file))]
         with contextlib.suppress(KeyboardInterrupt, subprocess.TimeoutExpired, OSError, OomphError):
-            subprocess.run(
-                words,
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-                capture_output=True,
-                timeout=_PLAN_SECONDS,
-            )
+            subprocess.run(words, capture_output=True, timeout=_PLAN_SECONDS)
             return read_plan(file)
-    command = shlex.join(("oomph", *options.command("fit", "--gpu", gpu)))
+    command = shlex.join(("oomph", *options.command("fit", *limits)))
     print(f"oomph: no plan was found; `{command}` says why", file=sys.stderr)
     return None

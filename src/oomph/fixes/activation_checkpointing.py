@@ -37,14 +37,14 @@ _ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu.default,
 }
 # The ops of a block's forward that take longest to recompute for the size of their results.
-_PRODUCTS = _ATTENTION | {
+_MATMULS = _ATTENTION | {
     aten.mm.default,
     aten.addmm.default,
     aten.bmm.default,
     aten.baddbmm.default,
     aten.convolution.default,
 }
-_KEPT_OPS = {"nothing": set[Any](), "attention": _ATTENTION, "products": _PRODUCTS}
+_KEPT_OPS = {"nothing": set[Any](), "attention": _ATTENTION, "matmuls": _MATMULS}
 KEEP = tuple(_KEPT_OPS)
 
 
@@ -59,7 +59,7 @@ class ActivationCheckpointing(Fix):
         if not names or own_checkpointing(context.model) is not None:
             return
         yield Target(names, {"keep": "nothing"})
-        yield Target(names, {"keep": "products"}, "keeps the results of matrix products and attention")
+        yield Target(names, {"keep": "matmuls"}, "keeps the results of matrix products and attention")
         if any("scaled_dot_product" in made.op for made in context.prediction.allocations):
             yield Target(names, {"keep": "attention"}, "keeps the results of attention")
         every_second = tuple(name for group in groups for name, _ in group[::2])
@@ -76,7 +76,7 @@ class ActivationCheckpointing(Fix):
     ) -> None:
         """`blocks`: names of modules ("layers.*.mlp" is one in each layer); by default every repeated block.
         `keep`: what is saved in addition to the inputs: "nothing", results of "attention", or results of
-        "products" (matrix products, convolutions and attention). Attention counts where it is torch's
+        "matmuls" (matrix products, convolutions and attention). Attention counts where it is torch's
         scaled_dot_product_attention. With the fix "activation_offloading", they wait in host memory."""
         check_choice(self.name, "keep", keep, KEEP)
         refuse_own_checkpointing(model, self.name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
@@ -36,8 +35,6 @@ class Compile(Fix):
     }
 
     def targets(self, context: FixContext) -> Iterable[Target]:
-        if find_spec("triton") is None:  # without it, compiled programs are traced as eager
-            return
         note = COMPILED_STEP_TIMES
         if any(isinstance(each, nn.Dropout) and each.p for each in context.model.modules()):
             note = f"dropout draws other random numbers; {note}"

@@ -50,7 +50,7 @@ class FusedLinearCrossEntropy(Fix):
         ran = {made.module for made in context.prediction.allocations if made.shape[-1:] and made.step}
         chosen = [name for name in heads if name == own] or [name for name in heads if name in ran]
         if chosen:
-            yield Target(tuple(chosen), {"heads": chosen})
+            yield Target(tuple(chosen), {} if chosen == _default_heads(context.model) else {"heads": chosen})
 
     def change_model(
         self,
@@ -67,6 +67,11 @@ class FusedLinearCrossEntropy(Fix):
         except ArgumentError as error:
             raise UserError(f"fix {self.name!r}: {error}") from None
         names = _default_heads(model) if heads is None else heads
+        if heads is None and not names:
+            raise UserError(
+                f"fix {self.name!r}: the model has no linear head as wide as its vocabulary; "
+                "name it in heads=[...]"
+            )
         for name, module in chosen_modules(model, names, self.name, "heads").items():
             _check_head(name, module)
             around = partial(_lazy_head, memory_budget=memory_budget)
@@ -118,13 +123,7 @@ def _default_heads(model: nn.Module) -> list[str]:
     if declared is not None:
         return [declared]
     vocabularies = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
-    found = [name for name, linear in _linears(model) if linear.out_features in vocabularies]
-    if not found:
-        raise UserError(
-            "fix 'fused_linear_cross_entropy': the model has no linear head as wide as its vocabulary; "
-            "name it in heads=[...]"
-        )
-    return found
+    return [name for name, linear in _linears(model) if linear.out_features in vocabularies]
 
 
 def _declared_head(model: nn.Module) -> str | None:

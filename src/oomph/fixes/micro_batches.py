@@ -12,7 +12,9 @@ from torch import nn
 
 from oomph.errors import UserError
 from oomph.fixes.registry import Fix, FixContext, Target, check_choice, check_whole_number
+from oomph.fixes.trainers import divide, divided, loss_condition, rows_of_pass, why_not_divided
 from oomph.prediction import fake_model
+from oomph.prediction.trainers import TrainingLoop
 from oomph.torch_internals import tree_flatten_with_path, tree_leaves
 from oomph.workload import MicroBatches, Workload, rows_of
 
@@ -36,6 +38,9 @@ class MicroBatching(Fix):
     changes = "The batch goes through the model in parts, whose gradients add up to those of the whole."
 
     def targets(self, context: FixContext) -> Iterable[Target]:
+        if context.loop is not None:
+            yield from _targets_of_loop(context, context.loop)
+            return
         if context.workload.micro_batches is not None or _batch_norm(context.model) is not None:
             return
         try:
@@ -45,10 +50,17 @@ class MicroBatching(Fix):
         shifted = shifts_labels(context.model)
         note = "; ".join([_ASSUMED, *([_SHIFTED] if shifted else []), _NOT_CHECKED, *_remarks(context.model)])
         condition = _condition(context.batch)
-        divisors = [parts for parts in range(2, min(rows, _MOST_PARTS) + 1) if rows % parts == 0]
-        powers = [parts for parts in divisors if parts & (parts - 1) == 0]
-        for parts in powers or divisors[:1]:
+        for parts in _proposed_parts(rows):
             yield Target(("batch",), {"parts": parts}, note, condition)
+
+    def change_loop(self, loop: TrainingLoop, *_: Any, parts: int = 2, **options: Any) -> str:
+        if options:
+            raise UserError(f"fix {self.name!r}: {', '.join(options)} is for Workloads; a script takes parts")
+        check_whole_number(self.name, "parts", parts, 2)
+        name = _batch_norm(loop.model)
+        if name is not None:
+            raise UserError(_of_batch_norm(name))
+        return divide(loop, parts)
 
     def change_workload(
         self,
@@ -79,10 +91,7 @@ class MicroBatching(Fix):
         model = fake_model(workload)
         name = _batch_norm(model)
         if name is not None:
-            raise UserError(
-                f"fix {self.name!r}: {name} normalises by the statistics of the batch, so parts would give "
-                "other results than the whole"
-            )
+            raise UserError(_of_batch_norm(name))
         share: Callable[..., Any] | None = None  # of the rows
         if weights != "rows":
             share = partial(
@@ -93,6 +102,22 @@ class MicroBatching(Fix):
                 required=weights == "labels" or labels is not None,
             )
         return replace(workload, micro_batches=MicroBatches(parts, share))
+
+
+def _proposed_parts(rows: int) -> list[int]:
+    divisors = [parts for parts in range(2, min(rows, _MOST_PARTS) + 1) if rows % parts == 0]
+    return [parts for parts in divisors if parts & (parts - 1) == 0] or divisors[:1]
+
+
+def _targets_of_loop(context: FixContext, loop: TrainingLoop) -> Iterable[Target]:
+    """By the Trainer's own arguments. The batch has the rows that the program moved to the GPU."""
+    batch = context.prediction.batch
+    if not batch or not batch[0].shape or _batch_norm(context.model) or why_not_divided(loop):
+        return
+    rows, condition = rows_of_pass(loop, batch[0].shape[0]), loss_condition(loop)
+    for parts in _proposed_parts(rows):
+        note = "; ".join([divided(loop, rows, parts), *_remarks(context.model)])
+        yield Target(("batch",), {"parts": parts}, note, condition)
 
 
 def label_share(
@@ -188,6 +213,13 @@ def shifts_labels(model: nn.Module) -> bool:
     if classes and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return False
     return any(name.endswith(_CAUSAL) for name in classes) or any(map(shifts_labels, model.children()))
+
+
+def _of_batch_norm(name: str) -> str:
+    return (
+        f"fix {MicroBatching.name!r}: {name} normalises by the statistics of the batch, so parts would give "
+        "other results than the whole"
+    )
 
 
 def _batch_norm(model: nn.Module) -> str | None:

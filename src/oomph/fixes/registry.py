@@ -20,10 +20,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from oomph.errors import UserError, warn_deprecated
-from oomph.fix_names import APPLICATION_ORDER, OLD_NAMES, check_name
+from oomph.errors import UserError
+from oomph.fix_names import APPLICATION_ORDER, check_name
 from oomph.fixes.journal import Journal
 from oomph.prediction import fake_model
+from oomph.prediction.trainers import TrainingLoop
 from oomph.records import FixKind, FixUse, Prediction, Proposal
 from oomph.units import parse_bytes
 from oomph.workload import Workload
@@ -40,6 +41,7 @@ class FixContext:
 
     prediction: Prediction
     workload: Workload
+    loop: TrainingLoop | None = None  # of a program's Trainer, which has no Workload
 
     @cached_property
     def model(self) -> nn.Module:
@@ -119,9 +121,17 @@ class Fix:
     def change_model(self, model: nn.Module, journal: Journal, *_: Any, **options: Any) -> None:
         """Change this instance, through the journal. Raises UserError where a precondition fails."""
 
+    def change_loop(self, loop: TrainingLoop, *_: Any, **options: Any) -> str:
+        """Change the arguments of a Trainer that is about to train; what they are then."""
+        return ""
+
     @property
     def changes_model(self) -> bool:
         return type(self).change_model is not Fix.change_model
+
+    @property
+    def changes_loop(self) -> bool:
+        return type(self).change_loop is not Fix.change_loop
 
     def proposals(self, context: FixContext) -> list[Proposal]:
         """Proposals without predicted peak, saving and slowdown; `oomph.fixes.propose` adds those."""
@@ -141,8 +151,8 @@ class Fix:
 
     @property
     def options(self) -> dict[str, inspect.Parameter]:
-        """The options by name: the keyword arguments of `change_workload` and `change_model`."""
-        changes = (self.change_workload, self.change_model)
+        """The options by name: the keyword arguments of `change_workload`, `change_model`, `change_loop`."""
+        changes = (self.change_workload, self.change_model, self.change_loop)
         parameters = [one for change in changes for one in inspect.signature(change).parameters.values()]
         return {one.name: one for one in parameters if one.kind is one.KEYWORD_ONLY}
 
@@ -205,10 +215,7 @@ def _by_name() -> dict[str, tuple[int, Fix]]:
 
 
 def find(name: str) -> Fix:
-    """The fix of that name. An old name works and warns; another library's name gets a hint."""
-    if name in OLD_NAMES:
-        warn_deprecated(f"fix {name!r}", repr(OLD_NAMES[name]))
-        name = OLD_NAMES[name]
+    """The fix of that name; another library's name gets a hint."""
     if name not in _by_name():
         check_name(name)
     return _by_name()[name][1]

@@ -23,25 +23,30 @@ from oomph.fixes.optimizers.conversion import FusedOptimizer, NoForeach, Optimiz
 from oomph.fixes.registry import Fix, FixContext, all_fixes, find
 from oomph.fixes.workload_settings import Allocator
 from oomph.prediction.program import on_first_training_call
+from oomph.prediction.trainers import TrainingLoop, on_each_training_loop
 from oomph.records import FixUse, Prediction, Proposal
 from oomph.units import counted
 from oomph.workload import ALLOCATOR_VARIABLES, ignored_allocator, set_allocator
 
+Made = Optimizer | nn.Module | TrainingLoop  # by a program
 _ALLOCATOR = ALLOCATOR_VARIABLES[0]
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _IN_PLACE = (FusedOptimizer, NoForeach)  # which set options of the optimizer that the script made
 
 
 def fixes_for_scripts() -> list[Fix]:
-    """Those that change the model alone, options of the optimizer, or settings of the allocator.
+    """Those that change the model alone, options of the optimizer, arguments of a Trainer, or settings of the
+    allocator.
 
-    The batch and the loss are computed by lines of the script. Another optimizer would need its name in the
-    script to mean another object, and updates in backward would run before the script clips gradients.
+    Without a Trainer the batch and the loss are computed by lines of the script. Another optimizer would need
+    its name in the script to mean another object, and updates in backward would run before the script clips
+    gradients.
     """
     return [
         fix
         for fix in all_fixes()
         if isinstance(fix, (*_IN_PLACE, Allocator))
+        or fix.changes_loop
         or (fix.changes_model and type(fix).change_workload is Fix.change_workload and fix.name != "fsdp2")
     ]
 
@@ -78,18 +83,30 @@ def _allocator_settings(uses: Sequence[FixUse]) -> str | None:
 
 
 class ModelChange:
-    """Called with every optimizer that a program makes, or with its model: applies fixes to the model, once,
-    and to the optimizers. The allocator's settings it sets for predictions, which read them at their end."""
+    """Called with every optimizer that a program makes, or with its model, and with the loops of its
+    Trainers: applies fixes to the model, once, to the optimizers, and to the arguments of the Trainers. The
+    allocator's settings it sets for predictions, which read them at their end."""
 
     def __init__(self, uses: Sequence[FixUse], report: Callable[[str], None] = lambda text: None) -> None:
         self._allocator = _allocator_settings(uses)
         self._of_optimizer = [use for use in uses if isinstance(find(use.fix), OptimizerFix)]
-        others = (*self._of_optimizer, *(use for use in uses if use.fix == Allocator.name))
+        self._of_loop = [use for use in uses if find(use.fix).changes_loop]
+        others = (*self._of_optimizer, *self._of_loop, *(use for use in uses if use.fix == Allocator.name))
         self._of_model = [use for use in uses if use not in others]
         self._report = report
         self.changed: list[nn.Module] = []
+        self._has_loop = False
 
-    def __call__(self, made: Optimizer | nn.Module) -> None:
+    def __call__(self, made: Made) -> None:
+        if isinstance(made, TrainingLoop):
+            self._change_loop(made)
+            return
+        if self._of_loop and not self._has_loop:
+            names = ", ".join(use.fix for use in self._of_loop)
+            raise UserError(
+                f"{names}: no Trainer of transformers or Lightning made this optimizer; in its own loop, "
+                "the script has to make the batch smaller and accumulate the gradients of several passes"
+            )
         if self._allocator is not None:
             os.environ[_ALLOCATOR] = self._allocator
         model = model_of(made)
@@ -107,6 +124,12 @@ class ModelChange:
             if is_first:
                 raise
             # A second model or optimizer, as of a discriminator, to which they do not apply.
+
+    def _change_loop(self, loop: TrainingLoop) -> None:
+        self._has_loop = True
+        for use in self._of_loop:
+            check_model_id(use.model_id, unwrapped(loop.model))
+            self._report(f"{use.fix}: {find(use.fix).change_loop(loop, **use.options)}")
 
     def _change_model(self, model: nn.Module) -> None:
         parameters = set(map(id, model.parameters()))
@@ -126,7 +149,7 @@ class ModelChange:
 @contextlib.contextmanager
 def on_each_optimizer(call: Callable[[Any], None]) -> Iterator[None]:
     """Call it with every optimizer that is made inside, as soon as it has its parameters; or with the first
-    model that is trained before any."""
+    model that is trained before any; and before, with each loop of a Trainer."""
     make = Optimizer.__init__
 
     def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -137,30 +160,35 @@ def on_each_optimizer(call: Callable[[Any], None]) -> Iterator[None]:
     forward = on_first_training_call(call)
     Optimizer.__init__ = init  # type: ignore[method-assign, assignment]
     try:
-        yield
+        with on_each_training_loop(call):
+            yield
     finally:
         forward.remove()
         Optimizer.__init__ = make  # type: ignore[method-assign]
 
 
 def propose_for(
-    made: Optimizer | nn.Module, prediction: Prediction, is_script: bool
+    made: Optimizer | nn.Module, prediction: Prediction, is_script: bool, loop: TrainingLoop | None = None
 ) -> tuple[nn.Module, list[Proposal]]:
     """The model that a program trains, and the fixes that apply to it, without predicted saving. A function
     may be called when CUDA has started, too late to set the allocator."""
     optimizer = made if isinstance(made, Optimizer) else None
     model = model_of(made)
-    context = FixContext(prediction, None)  # type: ignore[arg-type]  # there is no Workload
+    context = FixContext(prediction, None, loop)  # type: ignore[arg-type]  # there is no Workload
     vars(context).update(model=model, optimizer=optimizer)
     found: list[Proposal] = []
     for fix in fixes_for_scripts():
+        if fix.changes_loop and loop is None:
+            continue
         # Whether the script accumulates is not known.
         if fix.name != "gradient_accumulation_fusion" and (is_script or fix.name != Allocator.name):
             found += fix.proposals(context)
     return model, found
 
 
-def model_of(made: Optimizer | nn.Module) -> nn.Module:
+def model_of(made: Made) -> nn.Module:
+    if isinstance(made, TrainingLoop):
+        return unwrapped(made.model)
     return trained_model(made) if isinstance(made, Optimizer) else unwrapped(made)
 
 

@@ -11,29 +11,32 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
-import torch
-
 from oomph.errors import OomphError, UserError
 from oomph.fixes.application import apply, with_prediction
 from oomph.fixes.modules import model_id
 from oomph.fixes.registry import FixContext, all_fixes, conflict
 from oomph.fixes.scripts import ModelChange, check_for_scripts, model_of, on_each_optimizer, propose_for
+from oomph.fixes.training_changes import SmallerBatch
 from oomph.gpus import GPU
 from oomph.planning.reduced import Reduction, reduction
 from oomph.prediction import Script, predict
-from oomph.prediction.api import model_built_once, run_silently
+from oomph.prediction.child import model_built_once
 from oomph.prediction.isolation import (
     ContinueInFork,
     ForkWaits,
-    autograd_breaks_in_forks,
     autograd_runs_in_forks,
+    cuda_has_started,
+    cuda_sees_gpu,
     finish,
+    in_fork,
     run_forked,
     run_in_new_interpreter,
     run_isolated,
 )
 from oomph.prediction.program import WATCH_THREAD
+from oomph.prediction.retry import run_silently
 from oomph.prediction.tracer.batch_sizes import Sizes
+from oomph.prediction.trainers import TrainingLoop
 from oomph.records import FixKind, FixUse, Prediction, Progress, Proposal
 from oomph.workload import Workload
 
@@ -92,6 +95,13 @@ class WorkloadProgram:
 
         return run_forked([functools.partial(predict_fixed, fixes) for fixes in sets], _jobs())
 
+    def predict_sized(self, fixes: Fixes, name: str, value: int) -> Prediction:
+        """With fixes, and another value of one of its sizes; "" for the rows of a batch without such."""
+        if name:
+            return self._predict_changed(lambda one: apply(list(fixes), one.with_sizes({name: value})))
+        smaller = FixUse(SmallerBatch.name, {"value": value})
+        return self._predict_changed(lambda one: apply([smaller, *fixes], one))
+
     def _predict_changed(self, change: Callable[[Workload], Workload]) -> Prediction:
         return predict(change(self._workload), gpu=self._card, max=self._limit, search=False)
 
@@ -110,25 +120,26 @@ class WorkloadProgram:
 
 class _StoppedProgram:
     """A program that trains a model of its own. It runs once, up to where it makes its optimizer, inside the
-    optimizer's constructor:
+    optimizer's constructor, or to where its Trainer begins to train:
 
     1. The first process, a child of the one that called `fit`, calls `search` there. When the search ends,
        `finish` sends what it returns to the parent and ends the process: the program never continues in it.
     2. For each set of fixes, `search` forks. The fork leaves `search` by `ContinueInFork`, applies the fixes
        to the model, returns from the constructor, traces the rest of the program and sends a Prediction.
-    3. `finish(None)`: the program cannot be forked here, since it has threads or made an optimizer before.
+    3. `finish(None)`: the program cannot be forked here, since it has threads, made an optimizer or
+       ran a backward pass beside a GPU before.
        The parent then runs the whole program for each set.
     """
 
     reduction: Reduction | None = None  # known after `proposals`
-    _made: Any = None  # the optimizer, or the first model that is trained without one
+    _made: Any = None  # the Trainer's loop, the optimizer, or the first model that is trained without one
 
     def _stop(self, search: Callable[[Progress], Any], progress: Progress) -> Callable[[Any], None]:
-        """To be called with each optimizer that the program makes."""
+        """To be called with each loop of a Trainer and each optimizer that the program makes."""
         changes: list[Callable[[Any], None]] = []  # in a fork, its own
 
         def stop(made: Any) -> None:
-            if not changes and (self._made is not None or _has_threads()):
+            if not changes and (self._made is not None or _has_threads() or not autograd_runs_in_forks()):
                 finish(None)
             if not changes:
                 self._made = made
@@ -153,11 +164,11 @@ class _StoppedProgram:
 
     def _continue_with(self, sets: Sequence[Fixes], reduction: Reduction | None = None) -> Predictions:
         def change(fixes: Fixes) -> Callable[..., Any]:
-            apply_to = ModelChange(fixes)
+            apply_to, whole = ModelChange(fixes), [reduction]
 
             def changed(made: Any) -> None:
-                if made is self._made and reduction is not None:
-                    reduction.reduce_trained(model_of(made), made)
+                if whole and not isinstance(made, TrainingLoop) and (reduced := whole.pop()) is not None:
+                    reduced.reduce_trained(model_of(made), made)
                 apply_to(made)
 
             return changed
@@ -165,12 +176,22 @@ class _StoppedProgram:
         return run_forked([change(fixes) for fixes in sets], _jobs(), continues=True)
 
     def _proposals_here(self, prediction: Prediction) -> Proposals:
-        is_script = isinstance(self, ScriptProgram)
-        propose = functools.partial(_proposals_for, prediction, is_script, self._made)
-        try:
-            found = _in_fork(propose)
-        except UserError as error:  # nothing can be applied
-            return Proposals(reason=str(error))
+        """In a fork, which continues to the optimizer."""
+        is_script, loops = isinstance(self, ScriptProgram), list[TrainingLoop]()
+
+        def propose(made: Any) -> None:
+            if isinstance(made, TrainingLoop):
+                loops.append(made)
+            else:
+                finish(_proposals_for(prediction, is_script, made, *loops))
+
+        ((_, found),) = run_forked([propose], 1, continues=True)
+        if isinstance(found, UserError):  # nothing can be applied
+            return Proposals(reason=str(found))
+        if isinstance(found, Exception):
+            raise found
+        if not isinstance(found, Proposals):
+            return Proposals(reason="the program makes no optimizer once its Trainer trains")
         self.reduction = reduction(model_of(self._made))
         return found
 
@@ -185,7 +206,7 @@ class FunctionProgram(_StoppedProgram):
         limit: str | int | None,
         sizes: Sizes | None = None,
     ) -> None:
-        self._function = function
+        self._function, self._sizes = function, sizes
         self._predict = functools.partial(predict, gpu=card, max=limit, sizes=sizes, search=False)
 
     def predict(self) -> Prediction:
@@ -194,7 +215,7 @@ class FunctionProgram(_StoppedProgram):
     def search(self, search: Callable[[Progress], Found], progress: Progress) -> Found:
         if autograd_runs_in_forks():
             stopped = self._calling(self._stop(search, progress))
-            found: Any = _in_fork(functools.partial(self._predict, stopped))
+            found: Any = in_fork(functools.partial(self._predict, stopped))
             if found is not None and not isinstance(found, Prediction):
                 return found
         return search(progress)  # it was not stopped, or cannot be continued in forks
@@ -205,6 +226,12 @@ class FunctionProgram(_StoppedProgram):
         changes = [self._calling(ModelChange(fixes)) for fixes in sets]
         return run_forked([functools.partial(self._predict, change) for change in changes], _jobs())
 
+    def predict_sized(self, fixes: Fixes, name: str, value: int) -> Prediction:
+        """With fixes, and another size of its batches."""
+        function = self._calling(ModelChange(fixes)) if fixes else self._function
+        sizes = with_size(self._sizes, name, value)
+        return in_fork(functools.partial(self._predict, function, sizes=sizes))
+
     def proposals(self, prediction: Prediction) -> Proposals:
         if self._made is not None:
             return self._proposals_here(prediction)
@@ -213,7 +240,7 @@ class FunctionProgram(_StoppedProgram):
             raise _Proposals(_proposals_for(prediction, False, optimizer))
 
         try:
-            _in_fork(functools.partial(self._predict, self._calling(propose)))
+            in_fork(functools.partial(self._predict, self._calling(propose)))
         except _Proposals as answer:
             return answer.found
         except UserError as error:  # nothing can be applied
@@ -236,10 +263,12 @@ class FunctionProgram(_StoppedProgram):
 class ScriptProgram(_StoppedProgram):
     """Predicts a script with fixes of its model."""
 
+    _nothing_found = ""  # why, if `search` found no model
+
     def __init__(
         self, script: Script, card: GPU | None, limit: str | int | None, sizes: Sizes | None = None
     ) -> None:
-        self._script = script
+        self._script, self._sizes = script, sizes
         self._predict = functools.partial(predict, gpu=card, max=limit, sizes=sizes, search=False)
 
     def predict(self) -> Prediction:
@@ -259,8 +288,8 @@ class ScriptProgram(_StoppedProgram):
 
         try:
             found = run_isolated(run, progress)
-        except UserError:  # no model was found: `proposals` says so
-            found = None
+        except UserError as error:  # no model was found
+            found, self._nothing_found = None, str(error).removeprefix("no fix was applied: ")
         # Else it was not stopped, or cannot be continued in forks.
         return search(progress) if found is None or isinstance(found, Prediction) else found
 
@@ -275,10 +304,19 @@ class ScriptProgram(_StoppedProgram):
             except OomphError as error:
                 yield number, error
 
+    def predict_sized(self, fixes: Fixes, name: str, value: int) -> Prediction:
+        """With fixes, and another size of its batches."""
+        fixed = replace(self._script, on_optimizer=ModelChange(fixes)) if fixes else self._script
+        sizes = with_size(self._sizes, name, value)
+        found: Prediction = self._run_silently(fixed, sizes=sizes)
+        return found
+
     def proposals(self, prediction: Prediction) -> Proposals:
         """The script runs until it makes its optimizer."""
         if self._made is not None:
             return self._proposals_here(prediction)
+        if self._nothing_found:
+            return Proposals(reason=self._nothing_found)
         asked = replace(
             self._script, on_optimizer=lambda optimizer: finish(_proposals_for(prediction, True, optimizer))
         )
@@ -288,10 +326,18 @@ class ScriptProgram(_StoppedProgram):
             return Proposals(reason=str(error).removeprefix("no fix was applied: "))
         return found
 
-    def _run_silently(self, script: Script) -> Any:
+    def _run_silently(self, script: Script, **options: Any) -> Any:
         """Without the script's output, which the first prediction has shown."""
-        run = functools.partial(run_silently, lambda progress: self._predict(script))
+        run = functools.partial(run_silently, lambda progress: self._predict(script, **options))
         return run_isolated(run, lambda text, fraction: None)
+
+
+def with_size(sizes: Sizes | None, name: str, value: int) -> Sizes:
+    if sizes == "longest":
+        raise UserError(
+            "another size and --sizes longest cannot be combined; give the length, as --sizes T=4096"
+        )
+    return {**(sizes or {}), name: value}
 
 
 def _requests(prediction: Prediction, step: int, with_update: bool = False) -> list[tuple[int, str]]:
@@ -306,14 +352,7 @@ def _requests(prediction: Prediction, step: int, with_update: bool = False) -> l
 def _predict_before_forks(run: Callable[[], Prediction]) -> Prediction:
     """In this process, so that its forks have torch's caches filled. Beside a GPU in a fork: torch runs no
     backward pass in forks of a process after its own."""
-    return _in_fork(run) if torch.cuda.device_count() else run()
-
-
-def _in_fork(run: Callable[[], Found]) -> Found:
-    ((_, found),) = run_forked([run], 1)
-    if isinstance(found, Exception):
-        raise found
-    return found
+    return in_fork(run) if cuda_sees_gpu() else run()
 
 
 def _has_threads() -> bool:
@@ -335,8 +374,10 @@ class _Proposals(OomphError):
         return self.args[0]
 
 
-def _proposals_for(prediction: Prediction, is_script: bool, made: Any) -> Proposals:
-    model, found = propose_for(made, prediction, is_script)
+def _proposals_for(
+    prediction: Prediction, is_script: bool, made: Any, loop: TrainingLoop | None = None
+) -> Proposals:
+    model, found = propose_for(made, prediction, is_script, loop)
     return Proposals(model_id(model), tuple(found))
 
 
@@ -367,7 +408,7 @@ def propose_for_program(
     """A script, or a function that returns no Workload, as it is; and the fixes that lower its peak, each
     predicted by itself, the largest saving first."""
     check_for_scripts([FixUse(name) for name in only], is_function=not isinstance(target, Script))
-    if isinstance(target, Script) and autograd_breaks_in_forks():
+    if isinstance(target, Script) and cuda_has_started():
         return run_in_new_interpreter(propose_for_program, progress, target, card, limit, kinds, only)
     made = ScriptProgram if isinstance(target, Script) else FunctionProgram
     program = made(target, card, limit)  # type: ignore[arg-type]

@@ -29,22 +29,25 @@ from oomph.errors import OomphError, UserError
 from oomph.fixes.modules import model_in_words
 from oomph.fixes.registry import conflict, find, position
 from oomph.gpus import GPU
+from oomph.planning.largest import LARGEST, size_of, with_largest
 from oomph.planning.programs import Fixes, FunctionProgram, Program, Proposals, ScriptProgram, WorkloadProgram
 from oomph.planning.reduced import UNKNOWN_SECONDS, Costs, Reduction, costs, joint_costs, step_seconds
 from oomph.prediction import Script, call_on_fake_gpu
-from oomph.prediction.api import nccl_buffers, with_sizes
+from oomph.prediction.api import with_sizes
+from oomph.prediction.compat.registry import as_program
 from oomph.prediction.isolation import (
-    autograd_breaks_in_forks,
+    cuda_has_started,
     run_in_new_interpreter,
     run_isolated,
     show_progress,
 )
-from oomph.prediction.program import as_program
+from oomph.prediction.result import nccl_buffers
 from oomph.prediction.tracer.batch_sizes import Sizes
 from oomph.records import (
     FIX_KINDS,
     Allocation,
     Event,
+    FailedFixes,
     FixKind,
     FixUse,
     Peak,
@@ -67,6 +70,8 @@ Groups = tuple[tuple[Proposal, ...], ...]
 # "x ...": what the number is a factor of.
 _MAX_PREDICTED_SETS = 6  # After so many full predictions the search ends with the best set.
 _MAX_JOINT_ESTIMATES = 10  # After so many joint estimates, sets are estimated from their single fixes only.
+_MAX_SMALLEST_SETS = 4  # So many of the sets with the smallest estimates are predicted before it gives up.
+_NEAR = 2.0  # x limit: if the smallest of them needs more, single fixes are not predicted for it.
 _JOINT_ESTIMATE_BELOW = 1.1  # x limit: a set that needs more by its single fixes gets no joint estimate.
 _JOINT_ESTIMATE_ABOVE = 0.8  # x limit: a set that needs less is predicted in full without a joint estimate.
 _MAX_BLOCK_COUNTS = 8  # At most so many different numbers of checkpointed blocks are considered.
@@ -168,6 +173,7 @@ def fit(
     allow: Collection[str] = ("exact",),
     host_memory: str | int | None = None,
     sizes: Sizes | None = None,
+    largest: str | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """The cheapest set of fixes with which the step fits `gpu`, a name or a size.
@@ -179,15 +185,18 @@ def fit(
 
     `allow` names the kinds of fixes that may be used: "exact", "precision", "training", "compile".
     `host_memory` limits what fixes may pin on the host; by default what this machine has. `sizes` are those
-    of the batch, as `oomph.predict` takes them: a plan for the longest batch. If nothing fits,
+    of the batch, as `oomph.predict` takes them: a plan for the longest batch. `largest`, "batch" or
+    "sequence", finds the largest that fits, too. If nothing fits,
     the plan is the closest set that was found, and `needs` names the kinds that would have to be allowed;
-    "compile" is not tried for that, because it takes minutes.
+    "compile" is not tried for that, because it takes minutes. `rows_that_fit` is the batch that would.
     """
     target = as_program(target)
     if not isinstance(target, Workload | Script) and not callable(target):
         raise UserError(f"fit takes a Workload, a function or a Script; {type(target).__name__} was given")
     if gpu is None and budget is None and max is None:
         raise UserError("fit needs a card or a budget: gpu='rtx4090', or budget='20GiB'")
+    if largest is not None and largest not in LARGEST:
+        raise UserError(f"largest={largest!r} is not valid; valid: {', '.join(LARGEST)}")
     for kind in allow:
         if kind not in FIX_KINDS:
             raise UserError(f"{kind!r} is not a kind of fix; valid: {', '.join(FIX_KINDS)}")
@@ -201,7 +210,7 @@ def fit(
     is_max = max is not None and limit == parse_bytes(max)
     host = _host_memory() if host_memory is None else parse_bytes(host_memory)
     card = gpus.with_rates(card)
-    if isinstance(target, Script) and autograd_breaks_in_forks():
+    if isinstance(target, Script) and cuda_has_started():
         options = {
             "gpu": gpu,
             "budget": budget,
@@ -209,13 +218,14 @@ def fit(
             "allow": kinds,
             "host_memory": host,
             "sizes": sizes,
+            "largest": largest,
         }
         with show_progress(progress) as report:
             return run_in_new_interpreter(fit, report, target, **options)
     if isinstance(target, Script):
         with show_progress(progress) as report:
             program: Program = ScriptProgram(target, card, limit, sizes)
-            return _Search(program, card, limit, host, is_max).plan(kinds, report)
+            return _Search(program, card, limit, host, is_max, largest).plan(kinds, report)
 
     def search(report: Progress) -> Plan:
         step = target if isinstance(target, Workload) else call_on_fake_gpu(target)
@@ -224,7 +234,7 @@ def fit(
             program: Program = WorkloadProgram(step, card, limit)
         else:
             program = FunctionProgram(target, card, limit, sizes)  # type: ignore[arg-type]
-        return _Search(program, card, limit, host, is_max).plan(kinds, report)
+        return _Search(program, card, limit, host, is_max, largest).plan(kinds, report)
 
     with show_progress(progress) as report:
         return run_isolated(search, report)
@@ -238,12 +248,16 @@ def _host_memory() -> int:
 
 
 class _Search:
-    def __init__(self, program: Program, card: GPU, limit: int, host: int, is_max: bool) -> None:
+    def __init__(
+        self, program: Program, card: GPU, limit: int, host: int, is_max: bool, largest: str | None
+    ) -> None:
         self.program, self.card, self.limit, self.host, self.is_max = program, card, limit, host, is_max
+        self.largest = largest
         self.predicted: dict[Any, _PredictedSet] = {}
         self.estimates: dict[Any, _Estimate] = {}
         self.reduced: _Estimate | None = None  # the reduced model without fixes, if it gives the same peak
         self.sets: list[_FixSet] = []  # not predicted
+        self.failed: dict[Any, FailedFixes] = {}
         self.began = time.perf_counter()
         self.first = 0.0  # seconds that the first prediction took
         self.each: dict[bool, float] = {}  # that one of several takes, of the whole model or of two blocks
@@ -252,10 +266,25 @@ class _Search:
         progress("predicting the step without fixes", None)
         prediction = self.program.predict()
         self.first = time.perf_counter() - self.began
-        self.base = base = self._add_prediction((), prediction)
-        self.seconds, self.margin, self.nccl = base.result.step_seconds, prediction.margin, prediction.nccl
+        self.base = self._add_prediction((), prediction)
+        self.seconds, self.margin = self.base.result.step_seconds, prediction.margin
+        self.nccl = prediction.nccl
         self.notes = (*prediction.assumptions, *prediction.notes)
+        self.pinned = prediction.pinned
         self.growth = prediction.growth.bytes if prediction.growth is not None else 0
+        if self.largest is not None:  # a mistake is reported before the search
+            size_of(self.program, prediction, self.largest)
+        plan = self._plan_for(prediction, kinds, progress)
+        plan = with_largest(self.program, prediction, plan, self._held(), self.largest, progress)
+        return replace(plan, seconds=time.perf_counter() - self.began)
+
+    def _held(self) -> int:
+        """Bytes of parameters, gradients and optimizer state."""
+        held = self.base.estimate.parts.get("optimizer step", {})
+        return sum(held.get(stage, 0) for stage in ("parameters", "gradients", "optimizer state"))
+
+    def _plan_for(self, prediction: Prediction, kinds: tuple[FixKind, ...], progress: Progress) -> Plan:
+        base = self.base
         least, reason = self._least(prediction, kinds)
         if base.result.fits or self._least(prediction, FIX_KINDS)[0]:
             return self._plan(kinds, base, Proposals(reason=reason), least=least)
@@ -304,6 +333,7 @@ class _Search:
             growth=self.growth,
             notes=self.notes,
             least=least,
+            failed=tuple(self.failed.values()),
             predictions=len(self.predicted),
             seconds=time.perf_counter() - self.began,
         )
@@ -317,9 +347,7 @@ class _Search:
                 what += ", as small as fixes make them,"
         else:
             what = "parameters, gradients and optimizer state alone"
-            held = self.base.estimate.parts.get("optimizer step", {})
-            least = sum(held.get(stage, 0) for stage in ("parameters", "gradients", "optimizer state"))
-            least -= sum(made.bytes for made in prediction.allocations if made.kind == "buffer")
+            least = self._held() - sum(made.bytes for made in prediction.allocations if made.kind == "buffer")
         if least <= self.limit:
             return 0, ""
         return least, f"the {what} take {format_bytes(least)}"
@@ -342,14 +370,15 @@ class _Search:
     def _results(
         self,
         results: Iterable[tuple[int, Prediction | Exception]],
-        count: int,
+        sets: Sequence[Fixes],
         progress: Progress,
         what: str,
         whole: bool = True,
     ) -> Iterator[tuple[int, Prediction]]:
-        """Without those of programs that refuse their fixes. `whole`: of the whole model, as the last
-        prediction will be."""
-        began = time.perf_counter()
+        """Those of `sets` that could be predicted, in their order, so that a plan does not depend on which
+        ends first; the others are remembered in `failed`. `whole`: of the whole model, as the last prediction
+        will be."""
+        began, count = time.perf_counter(), len(sets)
 
         def report(done: int) -> None:
             if done:
@@ -360,17 +389,29 @@ class _Search:
 
         if count:
             report(0)
-        for done, (number, result) in enumerate(results, 1):
+        ended: dict[int, Prediction | Exception] = {}
+        following = 0
+        for done, (place, found) in enumerate(results, 1):
             report(done)
-            if isinstance(result, Prediction):
-                yield number, result
-            elif not isinstance(result, OomphError):
-                raise result  # a bug of ours
+            ended[place] = found
+            while following in ended:
+                number, result, following = following, ended.pop(following), following + 1
+                if isinstance(result, Prediction):
+                    yield number, result
+                elif not isinstance(result, OomphError):
+                    raise result  # a bug of ours
+                elif whole and (len(sets[number]) == 1 or not isinstance(result, UserError)):
+                    # Of several fixes, one may refuse what another has changed.
+                    self.failed[_key(sets[number])] = FailedFixes(sets[number], str(result))
+
+    def _pinned(self, prediction: Prediction) -> int:
+        """Bytes of host memory that fixes pin, beside what the program does."""
+        return max(0, prediction.pinned - self.pinned)
 
     def _predict(self, sets: Sequence[Fixes], progress: Progress, what: str) -> list[_PredictedSet]:
         """Those of the sets that their fixes do not refuse."""
         new = list({_key(fixes): fixes for fixes in sets if _key(fixes) not in self.predicted}.values())
-        results = self._results(self.program.predict_with(new), len(new), progress, what)
+        results = self._results(self.program.predict_with(new), new, progress, what)
         for number, prediction in results:
             self._add_prediction(new[number], prediction)
         return [self.predicted[_key(fixes)] for fixes in sets if _key(fixes) in self.predicted]
@@ -378,7 +419,7 @@ class _Search:
     def _add_prediction(self, fixes: Fixes, prediction: Prediction) -> _PredictedSet:
         seconds = prediction.step_seconds or UNKNOWN_SECONDS
         slowdown = seconds / self.seconds if fixes else 1.0
-        host = _host_bytes(prediction) if fixes else 0
+        host = self._pinned(prediction) if fixes else 0
         fits = bool(prediction.fits) and host <= self.host
         parts = _parts(prediction.events, prediction.allocations)
         predicted = _PredictedSet(
@@ -405,13 +446,17 @@ class _Search:
     # ---------------------------------------------------------------------------------------- estimates
 
     def _estimate_fixes(self, candidates: Sequence[Groups], progress: Progress, what: str) -> None:
-        """Fill `estimates` for the candidates. Fixes that refuse the model, or each other, get none."""
+        """Fill `estimates` for the candidates. Fixes that refuse each other get none, and those of which
+        there is no prediction."""
         new = [each for each in candidates if _key(_uses(each)) not in self.estimates]
         if self.program.reduction is not None:
             compiled = [each for each in new if _flat(each)[0].fix == "compile"]
             self._estimate_reduced([each for each in new if each not in compiled], progress, what)
             if self.reduced is not None:
-                new, what = compiled, "predicting torch.compile"
+                # What two of the blocks do not take, the whole model may.
+                alone = [each for each in new if len(each) == 1]
+                new = [each for each in alone if _key(_uses(each)) not in self.estimates]
+                what = f"predicting {', '.join(one.fix for each in new for one in _flat(each))}"
         if new:
             for predicted in self._predict([_uses(each) for each in new], progress, what):
                 self.estimates[_key(predicted.result.fixes)] = predicted.estimate
@@ -428,7 +473,7 @@ class _Search:
         base = self.base.estimate
         sets = [tuple(map(reduction.use, _flat(each))) for each in new]
         reduced = self.program.predict_reduced(sets)
-        predictions = dict(self._results(reduced, len(sets), progress, what, whole=False))
+        predictions = dict(self._results(reduced, sets, progress, what, whole=False))
         for number, prediction in predictions.items():
             each, now = new[number], costs(prediction, link)
             if len(each) == 1:
@@ -438,13 +483,13 @@ class _Search:
                 pairs = [(one.reduced, one.costs) for one in alone]
                 whole = joint_costs(now, self.reduced.costs, base.costs, pairs)
             left = _parts(prediction.events, reduction.allocations(prediction))
-            host = max(reduction.host_bytes(one, _host_bytes(prediction)) for one in _flat(each))
+            host = max(reduction.host_bytes(one, self._pinned(prediction)) for one in _flat(each))
             self.estimates[_key(_uses(each))] = _Estimate(left, whole, host, now)
 
     def _check_reduced(self, reduction: Reduction, progress: Progress) -> None:
         """Set `reduced` if the events of the reduced model, edited, give the peak of the whole one."""
         reduced = self.program.predict_reduced([()])
-        for _, without in self._results(reduced, 1, progress, "predicting two of the blocks", whole=False):
+        for _, without in self._results(reduced, [()], progress, "predicting two of the blocks", whole=False):
             parts = _parts(without.events, reduction.allocations(without))
             if _has_same_peak(parts, self.base.estimate.parts):
                 self.reduced = _Estimate(parts, costs(without, self.card.host_link))
@@ -465,7 +510,7 @@ class _Search:
             for one in proposals
             for offloading in proposals
             if one.fix == "activation_checkpointing" and offloading.fix == "activation_offloading"
-            if "blocks" not in one.options and one.options.get("keep") != "products"
+            if "blocks" not in one.options and one.options.get("keep") != "matmuls"
         ]
         predicted = [(group,) for group in groups if group[0].fix != "allocator"]
         self._estimate_fixes(predicted, progress, "estimating each fix by itself")
@@ -499,6 +544,18 @@ class _Search:
     # ----------------------------------------------------------------------------------------- search
 
     def _search(self, proposals: Sequence[Proposal], progress: Progress) -> _PredictedSet:
+        """The cheapest set that fits, or the smallest. Before it gives up, each fix is predicted by itself
+        with the whole model: estimates from two blocks may be too high."""
+        found = self._search_sets(proposals, progress)
+        is_near = found.result.peak.reserved <= _NEAR * self.limit
+        if not found.result.fits and is_near and self.reduced is not None:
+            self.reduced = self.program.reduction = None
+            self.base = self.predicted[_key(())]
+            self.estimates = {key: predicted.estimate for key, predicted in self.predicted.items()}
+            found = self._search_sets(proposals, progress)
+        return found
+
+    def _search_sets(self, proposals: Sequence[Proposal], progress: Progress) -> _PredictedSet:
         """Predict sets in the order of their estimated times, while one may be faster than the best found.
 
         What a prediction shows of a set corrects the estimates of those with other numbers of blocks.
@@ -554,16 +611,24 @@ class _Search:
         return closest if closest.result.fits else self._smallest(closest, progress)
 
     def _smallest(self, closest: _PredictedSet, progress: Progress) -> _PredictedSet:
-        """The set with the smallest estimate whose fixes do not refuse each other, predicted in full;
-        `closest` if that is smaller."""
+        """Of the sets with the smallest estimates, each of other fixes, the first that fits when predicted in
+        full; else the smallest, which may be `closest`."""
         refused: set[Any] = set()
+        tried: set[Any] = set()
         for one in sorted(self.sets, key=lambda one: one.peak):
             of_batch = _key(_uses(group for group in one.groups if group[0].where == ("batch",)))
             if of_batch in refused:  # a batch of fewer rows cannot be cut into as many parts
                 continue
-            if predicted := self._predict([one.fixes], progress, "predicting the smallest set"):
-                return min(closest, predicted[0], key=_closeness)
-            refused.add(of_batch)
+            if _key(_uses(one.groups)) in tried:  # in more of the blocks
+                continue
+            predicted = self._predict([one.fixes], progress, "predicting the smallest sets")
+            if not predicted:
+                refused.add(of_batch)
+                continue
+            closest = min(closest, predicted[0], key=_closeness)
+            tried.add(_key(_uses(one.groups)))
+            if closest.result.fits or len(tried) == _MAX_SMALLEST_SETS:
+                break
         return closest
 
     def _correct_estimates(
@@ -770,10 +835,6 @@ def _closeness(predicted: _PredictedSet) -> tuple[float, float]:
     """Sorts those that fit first, the fastest before the others; then the rest by their peak."""
     result = predicted.result
     return (0.0, result.step_seconds) if result.fits else (float(result.peak.reserved), 0.0)
-
-
-def _host_bytes(prediction: Prediction) -> int:
-    return sum(phase.to_host for phase in prediction.work.phases)
 
 
 # ----------------------------------------------------------------------------------- arithmetic of estimates

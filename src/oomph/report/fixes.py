@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -16,6 +16,7 @@ from oomph.records import (
     COMPILED_STEP_TIMES,
     FixKind,
     FixUse,
+    Largest,
     Plan,
     PredictedFixes,
     Prediction,
@@ -30,6 +31,7 @@ from oomph.report.terminal import (
     is_limited,
     is_size,
     notes_table,
+    printable,
     strip_lines,
     verdict,
 )
@@ -222,21 +224,19 @@ def plan_text(
     console: Console,
     target: str,
     file: str | None,
-    largest: Mapping[str, tuple[tuple[int, bool], tuple[int, bool]]] | None = None,
     cards: Sequence[tuple[str, bool, bool]] = (),
 ) -> str:
     """Verdict, fixes, before and after, and how to apply them.
 
-    `target`: as typed. `file`: where the plan was written. `largest`: sizes that fit, and whether no larger
-    ones do, without fixes and with.
+    `target`: as typed. `file`: where the plan was written.
     `cards`: title, and whether the step fits without fixes and with them.
     """
     with console.capture() as capture:
         console.print(Text(plan_verdict(plan), style="bold green" if plan.fits else "bold red"))
         if plan.growth:
             console.print(
-                f"Memory grows by {format_bytes(plan.growth)} with every step, which no fix stops: "
-                f"`oomph diagnose {target}` names the line."
+                f"Memory grows by {format_bytes(plan.growth)} with every step or call of the model, which no "
+                f"fix stops: `oomph diagnose {target}` names the line."
             )
         if plan.fixes:
             console.print(Padding(_fixes_table(plan), (1, 0, 1, 2)))
@@ -258,8 +258,14 @@ def plan_text(
             )
         elif not plan.fits:
             known = "known to be " if plan.after.too_close else ""
+            which = "No fix that could be predicted" if plan.failed else "No fix"
             batch = "batch in evaluation" if plan.after.peak.stage == "evaluation" else "batch"
-            console.print(f"No fix is {known}enough: use a smaller {batch}, shorter input or a larger card.")
+            console.print(f"{which} is {known}enough: use a smaller {batch}, shorter input or a larger card.")
+        if line := rows_line(plan):
+            console.print(Text(line))
+        if plan.failed:
+            console.print("Not predicted:")
+            console.print(Padding(Text("\n".join(failed_lines(plan))), (0, 0, 1, 2)))
         sets_allocator = any(use.fix == "allocator" for use in plan.fixes)
         if not plan.fits and plan.after.peak.allocated <= plan.limit and not sets_allocator:
             console.print(
@@ -269,20 +275,21 @@ def plan_text(
         if "compile" not in plan.allowed and not plan.least and not (plan.fits and plan.after.slowdown <= 1):
             console.print("Not tried: torch.compile, which is slow to predict (--allow compile).")
         if plan.fixes and plan.fits:
-            _print_commands(console, plan, target, file)
+            how, commands = apply_commands(plan, target, file)
+            console.print(Text(f"{how}:"))
+            for command in commands:
+                console.print(Text(f"    {command}"), soft_wrap=True)  # on one line, to be copied
+            console.print()
         elif plan.fixes and file is not None:
             fits = "may not fit" if plan.after.too_close else "does not fit"
             console.print(Text(f"The plan in {file} {fits}."))
         most = _ALTERNATIVE * plan.after.peak.device
         smaller = [one for one in plan.front if one.fits and one.fixes and one.peak.device < most]
         if smaller:
-            console.print("Slower sets that need less memory (~ estimated):")
+            console.print("Other sets that need less memory (~ estimated):")
             console.print(Padding(_front_table(smaller), (1, 0, 1, 2)))
-        for name, (without, with_fixes) in (largest or {}).items():
-            console.print(
-                f"largest {name} that fits: {_at_least(without)} without fixes, "
-                f"{_at_least(with_fixes)} with the plan"
-            )
+        for line in largest_lines(plan):
+            console.print(Text(line))
         if cards:
             console.print(Padding(_cards_table(cards), (0, 0, 1, 2)))
         if plan.notes:
@@ -316,11 +323,21 @@ def plan_verdict(plan: Plan) -> str:
         if after > plan.limit + context + plan.after.margin:
             needs += ", less if cached memory is released"
     if not plan.fixes:
-        return f"{verdict} {where}, and no fix was found that lowers the peak: needs {needs}{has}"
+        none = "no fix lowers the peak"
+        if plan.failed:
+            none = f"no fix that could be predicted lowers the peak ({len(plan.failed)} could not)"
+        return f"{verdict} {where}, and {none}: needs {needs}{has}"
     return (
         f"{verdict} {where} with {len(plan.fixes)} fix{'es' if len(plan.fixes) > 1 else ''}{released}: "
         f"{format_bytes(before)} -> {needs}{has}; step time x{plan.after.slowdown:.2f}"
     )
+
+
+def failed_lines(plan: Plan) -> list[str]:
+    """What could not be predicted, and why."""
+    names = [" + ".join(map(short_fix_word, one.fixes)) for one in plan.failed]
+    reasons = [printable(one.reason.split("\n")[0], _LONGEST_WORDS) for one in plan.failed]
+    return [f"{name}: {reason}" for name, reason in zip(names, reasons, strict=True)]
 
 
 def ranks_text(trials: Sequence[Any], gpu: str) -> str:
@@ -338,9 +355,37 @@ def ranks_text(trials: Sequence[Any], gpu: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _at_least(largest: tuple[int, bool]) -> str:
-    size, exact = largest
-    return f"{size:,}" if exact else f"at least {size:,}"
+def largest_lines(plan: Plan) -> list[str]:
+    lines = []
+    for what, found in plan.largest.items():
+        with_plan = f", {_largest(found['with'])} with the plan" if plan.fixes else ""
+        lines.append(f"Largest {what} that fits: {_largest(found['without'])} without fixes{with_plan}.")
+    return lines
+
+
+def _largest(found: Largest) -> str:
+    if not found.exact:
+        return f"at least {found.size:,}"
+    return f"{found.size:,}{' (the program fails with more)' if found.fails else ''}"
+
+
+def rows_line(plan: Plan) -> str:
+    """What batch a plan that does not fit would leave room for."""
+    if plan.no_rows:
+        return f"Which batch would fit was not searched: {plan.no_rows}."
+    if plan.rows_that_fit is None:
+        return ""
+    fixes = " with these fixes" if plan.fixes else ""
+    if not plan.rows_that_fit:
+        return f"Not even a batch of 1 would fit{fixes}."
+    would_fit = f"A batch of {plan.rows_that_fit:,} instead of {plan.rows:,} would fit{fixes}"
+    if plan.after.peak.stage == "evaluation":
+        return f"{would_fit}."
+    times = plan.rows // plan.rows_that_fit
+    return (
+        f"{would_fit}: accumulate the gradients of {times:,} times as many passes, each with its loss "
+        f"divided by {times:,}."
+    )
 
 
 def _fixes_table(plan: Plan) -> Table:
@@ -366,8 +411,9 @@ def _cards_table(cards: Sequence[tuple[str, bool, bool]]) -> Table:
     return table
 
 
-def _print_commands(console: Console, plan: Plan, target: str, file: str | None) -> None:
-    """Without a file the fixes are typed out, unless that is too long to be read or copied."""
+def apply_commands(plan: Plan, target: str, file: str | None) -> tuple[str, tuple[str, ...]]:
+    """How to apply a plan, and the commands. `target`: as typed. Without a file the fixes are typed out,
+    unless that is too long to be read or copied."""
     words = " ".join(f"--fix '{fix_word(use)}'" for use in plan.fixes)
     how = "To apply it"
     if file is None and len(words) > _LONGEST_WORDS:
@@ -375,14 +421,11 @@ def _print_commands(console: Console, plan: Plan, target: str, file: str | None)
         how = f"To apply it, add `--plan {file}` to the command `oomph fit`, which writes it there; then"
     applied = words if file is None else f"--plan {file}"
     if target.startswith("-") or target.partition(" ")[0].endswith(".py"):
-        console.print(Text(f"{how}, without editing the script:"))
-        console.print(Text(f"    oomph run {applied} {target}\n"), soft_wrap=True)
-        return
+        return f"{how}, without editing the script", (f"oomph run {applied} {target}",)
     trains = file is not None and target.partition(" ")[0].endswith((".yaml", ".yml"))
     given = f'"{file}"' if file else json.dumps([fix_word(use) for use in plan.fixes])
-    console.print(Text(f"{how}:"))
-    console.print(Text(f"    oomph {'train' if trains else 'predict'} {target} {applied}"), soft_wrap=True)
-    console.print(Text(f"    oomph.apply({given}, workload_or_model)   # in Python\n"), soft_wrap=True)
+    command = f"oomph {'train' if trains else 'predict'} {target} {applied}"
+    return how, (command, f"oomph.apply({given}, workload_or_model)   # in Python")
 
 
 # ------------------------------------------------------------------------------------------- verifications

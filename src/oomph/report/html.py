@@ -19,7 +19,7 @@ from typing import Any
 from oomph.records import STAGES, Allocation, Event, Finding, Note, Plan, Prediction, Site
 from oomph.report.as_json import downsample
 from oomph.report.comparison import line_changes
-from oomph.report.fixes import plan_verdict, short_fix_word
+from oomph.report.fixes import apply_commands, failed_lines, plan_verdict, short_fix_word
 from oomph.report.measurement import Comparison
 from oomph.report.terminal import (
     assumptions,
@@ -52,6 +52,7 @@ class Page:
     gpus: Sequence[tuple[str, int, int]] = ()  # title, memory, CUDA context: limits to choose from
     findings: Sequence[Finding] = ()
     plan: Plan | None = None
+    plan_file: str | None = None  # where the plan was written
     measured: Sequence[Comparison] = ()
     notes: Sequence[Note] = ()
 
@@ -68,7 +69,7 @@ def html_report(page: Page) -> str:
         "runs": [_run(title, prediction) for title, prediction in page.runs],
         "gpus": [[printable(title), memory, memory - context] for title, memory, context in page.gpus],
         "findings": [_finding(one) for one in page.findings],
-        "plan": None if page.plan is None else _plan(page.plan),
+        "plan": None if page.plan is None else _plan(page.plan, page.target, page.plan_file),
         "changes": [] if len(page.runs) < 2 else _changes(page.runs[0][1], page.runs[-1][1]),
         "measured": [_measured(one) for one in page.measured],
         "notes": [_note(note) for note in page.notes],
@@ -329,10 +330,11 @@ def _excerpt(site: Site) -> dict[str, Any]:
     }
 
 
-def _plan(plan: Plan) -> dict[str, Any]:
+def _plan(plan: Plan, target: str, file: str | None) -> dict[str, Any]:
     front = list(plan.front)
     if plan.after not in front:
         front.append(plan.after)
+    how, commands = apply_commands(plan, target, file) if plan.fixes and plan.fits else ("", ())
     return {
         "verdict": printable(plan_verdict(plan)),
         "fits": plan.fits,
@@ -356,8 +358,15 @@ def _plan(plan: Plan) -> dict[str, Any]:
         ],
         "remarks": [
             printable(text, 600)
-            for text in (*(f"exact only if {each}" for each in plan.conditions), *plan.remarks)
+            for text in (
+                *(f"exact only if {each}" for each in plan.conditions),
+                *plan.remarks,
+                *(f"not predicted: {each}" for each in failed_lines(plan)),
+            )
         ],
+        "host": plan.after.host_bytes,
+        "apply": printable(how),
+        "commands": [printable(command, 4000) for command in commands],
     }
 
 

@@ -118,7 +118,7 @@ def verdict(prediction: Prediction) -> Verdict:
     found = _recorded(prediction) if prediction.recorded else _traced_steps(prediction)
     if prediction.ranks > 1:
         found = replace(found, details=f"{found.details}; on each of {prediction.ranks:,} ranks")
-    if prediction.growth is None or prediction.verdict == "does not fit":
+    if prediction.growth is None or (prediction.verdict == "does not fit" and not prediction.growth.calls):
         return found
     outcome: Outcome = "fits for now" if found.outcome == "fits" else found.outcome
     return replace(found, outcome=outcome, growth=_growth(prediction, prediction.growth))
@@ -128,7 +128,9 @@ def _traced_steps(prediction: Prediction) -> Verdict:
     peak = _peak_position(prediction.needed)
     margin = f", margin {format_bytes(prediction.margin)}" if prediction.margin else ""
     if prediction.verdict is None:
-        return Verdict("needs", f" {format_bytes(prediction.needed.device)}{margin}{peak}")
+        return Verdict(
+            "needs", f" {_more_than(prediction)}{format_bytes(prediction.needed.device)}{margin}{peak}"
+        )
     needed, available, owner = _needed_and_available(prediction)
     need_text, available_text = distinct_sizes(needed, available)
     need_text += " reserved" if is_limited(prediction) else ""  # without the CUDA context
@@ -143,7 +145,7 @@ def _traced_steps(prediction: Prediction) -> Verdict:
         return Verdict("too close to call", details, refused and f"if it fails: {refused}")
     if prediction.verdict == "does not fit":
         fragmented = "" if needed > available else ", but its free blocks are too small (fragmentation)"
-        details = f": needs {need_text}; {there_is}{fragmented}{peak}"
+        details = f": needs {_more_than(prediction)}{need_text}; {there_is}{fragmented}{peak}"
         return Verdict("does not fit", details, _out_of_memory(prediction))
     if needed > available:
         details = f": needs {need_text} without releasing it{margin}; {there_is}{peak}"
@@ -163,6 +165,11 @@ def _recorded(prediction: Prediction) -> Verdict:
     return Verdict("ran out of memory", f" with {allocated} allocated", _out_of_memory(prediction))
 
 
+def _more_than(prediction: Prediction) -> str:
+    """Of a program that was stopped because its memory grows."""
+    return "more than " if prediction.growth is not None and prediction.growth.calls else ""
+
+
 def _depends_on_values(prediction: Prediction) -> bool:
     """Whether the limit lies between what the fewest and the most elements need, or the steps that need least
     and most."""
@@ -176,6 +183,9 @@ def _depends_on_values(prediction: Prediction) -> bool:
 
 def _growth(prediction: Prediction, growth: Growth) -> str:
     """`; grows by 144 MiB per step: out of memory after about 150 steps`"""
+    if growth.calls:
+        at = f" at {file_and_line(growth.site)}" if growth.site else ""
+        return f"; grows by {format_bytes(growth.bytes)} with every call of the model{at}"
     text = f"; grows by {format_bytes(growth.bytes)} per step"
     if prediction.limit is None or prediction.limit < prediction.needed.reserved:
         return text
@@ -673,9 +683,9 @@ def source_code(site: Site) -> str:
 
 
 def called_from(site: Site) -> str:
-    """`first called from train.py:31  trainer.train()`; "" for a line of the user's own."""
+    """`called from train.py:31  trainer.train()`; "" for a line of the user's own."""
     caller = site.caller
-    return f"first called from {file_and_line(caller)}  {source_code(caller)}".rstrip() if caller else ""
+    return f"called from {file_and_line(caller)}  {source_code(caller)}".rstrip() if caller else ""
 
 
 @dataclass(frozen=True, slots=True)

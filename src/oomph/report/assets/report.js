@@ -454,14 +454,20 @@ const excerpt = (at) => el("div", { class: "excerpt" }, el("div", {}, el("b", { 
 function planSection() {
   const plan = data.plan;
   if (!plan) return null;
+  const usesHost = plan.sets.some((one) => one.host);
+  const labels = ["Needs", "Step time", ...(usesHost ? ["Pinned on the host"] : []), "", "Fixes"];
   const rows = plan.sets.map((one, i) => el("tr", { "data-set": i },
     el("td", { class: "num" }, el("b", {}, (one.estimated ? "~" : "") + size(one.bytes))), el("td", { class: "num" }, `${one.estimated ? "~" : ""}× ${one.slowdown.toFixed(2)}`),
+    usesHost ? el("td", { class: "num" }, one.host ? size(one.host) : "") : null,
     el("td", {}, el("span", { class: "tag " + (one.fits ? "good" : "bad") }, one.fits ? "fits" : one.tooClose ? "too close to call" : "does not fit")),
     el("td", { class: "mono wrap" }, one.role ? el("b", {}, one.role) : "", one.fixes.map((name) => el("div", {}, name)))));
   return el("section", { id: "plan" }, el("header", {}, el("h2", { class: "wrap" }, "Plans: memory against time")), el("p", { class: "wrap" }, plan.verdict),
+    plan.host ? el("p", { class: "wrap" }, `The plan pins ${size(plan.host)} of host memory in total.`) : null,
+    plan.commands.length ? el("p", { class: "wrap" }, `${plan.apply}:`) : null,
+    plan.commands.length ? el("pre", { class: "commands" }, plan.commands.join("\n")) : null,
     plan.remarks.map((text) => el("p", { class: "soft wrap" }, text)),
     el("div", { class: "columns" }, el("div", { class: "chart", id: "plan-chart" }),
-      el("div", { class: "table" }, el("table", {}, el("thead", {}, el("tr", {}, ["Needs", "Step time", "", "Fixes"].map((label) => el("th", {}, label)))), el("tbody", {}, rows)))));
+      el("div", { class: "table" }, el("table", {}, el("thead", {}, el("tr", {}, labels.map((label) => el("th", {}, label)))), el("tbody", {}, rows)))));
 }
 
 const planTip = (one) => el("div", { class: "tip" }, el("b", {}, one.role || "alternative"),
