@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # typing takes a while, in which Ctrl-C is not handled yet (cli/interrupts.py)
 if TYPE_CHECKING:
+    from typing import Any
+
     from oomph import fixes as fixes, nn as nn, ops as ops
     from oomph.diagnosis import diagnose as diagnose
     from oomph.errors import (
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     )
     from oomph.fixes import apply as apply, undo as undo
     from oomph.measurement import measure as measure
+    from oomph.models import finetune as finetune
     from oomph.planning import fit as fit
     from oomph.prediction import Script as Script, predict as predict
     from oomph.records import (
@@ -43,6 +46,7 @@ _MODULES = {
     **dict.fromkeys(("ArgumentError", "OomphError", "ProgramError", "UserError"), "errors"),
     **dict.fromkeys(("apply", "undo"), "fixes"),
     "measure": "measurement",
+    "finetune": "models",
     "fit": "planning",
     **dict.fromkeys(("Script", "predict"), "prediction"),
     **dict.fromkeys(("Change", "Diagnosis", "Difference", "Finding", "FixUse", "Measurement"), "records"),

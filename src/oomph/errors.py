@@ -4,15 +4,13 @@ import errno
 import os
 import sysconfig
 import traceback
-import warnings
 from enum import IntEnum
 from fractions import Fraction
-from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-_OOMPH = str(Path(__file__).resolve().parent) + os.sep
+_OWN_FOLDERS: tuple[str, ...] = ()
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 _HOST_MEMORY = ("can't allocate memory", "not enough memory", "Storage size calculation overflowed")
 _NO_GPU = (
@@ -54,6 +52,18 @@ class UserError(OomphError):
 
 class ArgumentError(UserError, ValueError):
     """An argument of one of our functions is not valid; also a ValueError."""
+
+
+class UnknownOp(OomphError):
+    """An op that a prediction cannot follow."""
+
+    exit_status = ExitStatus.BUG
+
+    def __init__(self, op: str, site: Any) -> None:
+        where = f" at {site.file}:{site.line}" if site is not None else ""
+        super().__init__(
+            f"{op}{where}: it has a kernel on CUDA alone, and oomph no rule for it; please report it"
+        )
 
 
 class ProgramError(OomphError):
@@ -129,11 +139,20 @@ def is_missing_gpu(error: BaseException) -> bool:
     return isinstance(error, kinds) and safe_text(error).startswith(_NO_GPU)
 
 
+def add_own_package(file: str) -> None:
+    """`file`: the __init__.py of a package whose code is ours, not that of the program that calls it."""
+    global _OWN_FOLDERS
+    _OWN_FOLDERS = (*_OWN_FOLDERS, str(Path(file).resolve().parent) + os.sep)
+
+
+add_own_package(__file__)
+
+
 def _comes_from_program(error: BaseException) -> bool:
     """Whether the innermost frame, beside those of torch and of Python's own library, is not ours."""
     frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     own = [file for file in frames if not _is_torch(file) and not _is_standard_library(file)]
-    return bool(own) and not own[-1].startswith(_OOMPH)
+    return bool(own) and not own[-1].startswith(_OWN_FOLDERS)
 
 
 def user_line(error: BaseException) -> tuple[str | None, int | None]:
@@ -171,7 +190,7 @@ def _remove_internal_frames(summary: traceback.TracebackException) -> None:
 
 
 def _is_internal(file: str) -> bool:
-    return _is_torch(file) or file.startswith(("<frozen ", "<string>", _OOMPH))
+    return _is_torch(file) or file.startswith(("<frozen ", "<string>", *_OWN_FOLDERS))
 
 
 def _is_torch(file: str) -> bool:
@@ -193,25 +212,5 @@ def safe_text(value: object) -> str:
         return f"(its text cannot be shown: {type(value).__name__}.__str__ fails)"
 
 
-class DeprecatedName(FutureWarning):
-    """An old name was used that is still accepted. The command line prints the message as one line."""
-
-
 class FixWarning(UserWarning):
     """A fix leaves a part of the program as it is. The command line prints the message as one line."""
-
-
-def warn_deprecated(old: str, new: str) -> None:
-    """`old` is still accepted; `new` replaces it. Both as the user writes them, e.g. "form: sick"."""
-    warnings.warn(f"{old} is deprecated; use {new}", DeprecatedName, stacklevel=3)
-
-
-def need(module: str, purpose: str) -> Any:
-    """Import an optional module; `purpose` begins the error where its package is not installed."""
-    try:
-        return import_module(module)
-    except ModuleNotFoundError as error:
-        package = (error.name or module).partition(".")[0]
-        raise UserError(
-            f"{purpose} needs the package {package}, which is not installed; pip install 'oomph[train]'"
-        ) from error

@@ -130,6 +130,7 @@ with _section():  # tensors without data
         DynamicOutputShapeException,
         FakeTensor,
         FakeTensorMode,
+        UnsupportedOperatorException,
         in_kernel_invocation_manager,
     )
 
@@ -259,8 +260,14 @@ with _section():  # programs that ask whether they are traced look here
 
 with _section():  # torch.cuda without a driver
     ACCELERATOR: tuple[Any, str] = (torch._C, "_get_accelerator")
-    CUDA_RAW_STREAM: tuple[Any, str] = (torch._C, "_cuda_getCurrentRawStream")  # not in builds for CPUs
-    CUDA_LAZY_INIT: tuple[Any, str] = (torch.cuda, "_lazy_init")
+    CUDA_DRIVER: Any = torch._C  # what torch.cuda calls; builds for CPUs have little of it
+    CUDA_STATE: tuple[tuple[Any, str], ...] = tuple(
+        (torch.cuda, name)
+        for name in (
+            *("_initialized", "_lazy_init", "_is_in_bad_fork", "_cudart"),
+            *("_exchange_device", "_maybe_exchange_device"),
+        )
+    )
     # Without CUDA among these, torch.profiler records an event per op, which fails with a warning.
     PROFILER_ACTIVITIES: tuple[Any, str] = (torch.autograd.profiler, "_supported_activities")
     DATA_LOADER_ITERATOR: tuple[Any, str] = (torch.utils.data.DataLoader, "_get_iterator")
@@ -363,6 +370,12 @@ with _section():  # the caching allocator's settings, changed in a running proce
     set_allocator_settings: Any = torch._C._accelerator_setAllocatorSettings
 
 
+def cuda_device_count() -> int:
+    """As CUDA counts them, once in a process. torch.cuda.device_count() may ask NVML, which hides none."""
+    count = getattr(torch._C, "_cuda_getDeviceCount", None)  # not in builds for CPUs
+    return 0 if count is None else int(count())
+
+
 def cudnn_version() -> int | None:
     """As torch.backends.cudnn.version(), which starts CUDA: forks of such a process could not use it."""
     library = getattr(torch._C, "_cudnn", None)
@@ -397,11 +410,59 @@ def without_sigchld_handler() -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------- command line
 
 
-def init_fake_process_group(ranks: int = 1, rank: int = 0, init: Any = None) -> None:
-    """A process group whose collectives do nothing; `init` is torch's init_process_group."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+with _section():  # process groups
+    if torch.distributed.is_available():
+        import torch.distributed._meta_registrations
+        from torch.distributed import distributed_c10d
 
-    (init or torch.distributed.init_process_group)("fake", store=FakeStore(), rank=rank, world_size=ranks)
+        NEW_PROCESS_GROUP: tuple[Any, str] = (distributed_c10d, "_new_process_group_helper")
+        PROCESS_GROUP_TIMEOUT: tuple[Any, str] = (distributed_c10d, "_set_pg_timeout")
+        PROCESS_GROUP_WRAPPER: tuple[Any, str] = (distributed_c10d, "_create_process_group_wrapper")
+        WORK_NUMBER: tuple[Any, str] = (torch.distributed._meta_registrations, "generate_unique_id")
+
+
+def load_fake_backend() -> Any:
+    """Registers the backend "fake", whose collectives do nothing."""
+    import torch.testing._internal.distributed.fake_pg as module
+
+    return module
+
+
+def init_fake_process_group(ranks: int = 1, rank: int = 0) -> None:
+    """A process group whose collectives do nothing."""
+    store = load_fake_backend().FakeStore()
+    torch.distributed.init_process_group("fake", store=store, rank=rank, world_size=ranks)
+
+
+def symmetric_memory() -> Any:
+    import torch.distributed._symmetric_memory as module
+
+    return module
+
+
+def process_group_of(name: Any) -> Any:
+    """A group by the name that torch gave it."""
+    return torch.distributed.distributed_c10d._resolve_process_group(name)
+
+
+def set_default_backend_of_fake(group: Any) -> None:
+    """To the one that a group has; also for the host, where torch runs collectives on constants."""
+    kind = torch.distributed.ProcessGroup.BackendType.CUSTOM
+    backend = group._get_backend(group._device_types[0])
+    group._register_backend(torch.device("cpu"), kind, backend)
+    group._set_default_backend(kind)
+
+
+@functools.cache
+def add_meta_collectives() -> Any:
+    """Those of coalesced tensors, which torch leaves out: tensors stay as they are."""
+    library = torch.library.Library("c10d", "IMPL")
+    work = torch.distributed._meta_registrations.create_fakework
+    for name in ("allreduce", "allgather", "allgather_into_tensor", "reduce_scatter_tensor"):
+        op = f"{name}_coalesced_"
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{op}", "Meta"):
+            library.impl(op, lambda *args: work(args, return_first_arg=False), "Meta")
+    return library
 
 
 def group_size(arguments: Sequence[Any]) -> int:
@@ -412,7 +473,7 @@ def group_size(arguments: Sequence[Any]) -> int:
         if isinstance(each, str):
             with contextlib.suppress(RuntimeError, ValueError):
                 name: Any = each
-                return torch.distributed.distributed_c10d._resolve_process_group(name).size()
+                return process_group_of(name).size()
     return torch.distributed.get_world_size()
 
 
@@ -448,7 +509,7 @@ def self_test() -> None:
         EXPORTED_FAKE_TENSOR,
         ACCELERATOR,
         JAGGED_SDPA_BACKEND,
-        CUDA_LAZY_INIT,
+        *CUDA_STATE,
         PROFILER_ACTIVITIES,
         DATA_LOADER_ITERATOR,
         CUDA_RECORD_MEMORY_HISTORY,

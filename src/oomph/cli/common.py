@@ -14,9 +14,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, TextIO, get_type_hints
+from typing import Annotated, Any, TextIO, get_origin, get_type_hints
 
 import typer
 from rich.console import Console
@@ -24,6 +25,7 @@ from rich.console import Console
 from oomph import gpus
 from oomph.errors import UserError
 from oomph.fix_names import check_name
+from oomph.models.finetuning import METHODS, FineTuning
 from oomph.records import Prediction, Progress
 
 PROGRESS_DELAY_S = 2.0  # after the command began
@@ -260,7 +262,11 @@ OverrideWords = Annotated[
     ),
 ]
 Gpu = Annotated[
-    str | None, typer.Option(metavar="NAME|SIZE", help="The GPU: a name from `oomph gpus`, or a size.")
+    str | None,
+    typer.Option(
+        metavar="NAME|SIZE|here",
+        help="The GPU: a name from `oomph gpus`, a size, or `here`: what is free on this machine's.",
+    ),
 ]
 Max = Annotated[str | None, typer.Option(metavar="SIZE", help="Limit of the caching allocator, e.g. 24GiB.")]
 Steps = Annotated[
@@ -281,6 +287,59 @@ Allow = Annotated[
 ]
 
 
+_OF_MODEL = "Of a model's name: "
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """What a model that is given by its name is asked for; None: FineTuning's default."""
+
+    method: Annotated[
+        str | None, typer.Option(metavar="METHOD", help=f"{_OF_MODEL}{', '.join(METHODS)}; default: full.")
+    ] = None
+    batch: Annotated[int | None, typer.Option(metavar="B", help=f"{_OF_MODEL}rows; default: 1.")] = None
+    length: Annotated[
+        int | None, typer.Option(metavar="T", help=f"{_OF_MODEL}tokens of a row; default: 2048.")
+    ] = None
+    new: Annotated[
+        int | None, typer.Option(metavar="N", help=f"{_OF_MODEL}tokens that generate adds; default: 128.")
+    ] = None
+    lora_rank: Annotated[int | None, typer.Option(metavar="R", help=f"{_OF_MODEL}default: 16.")] = None
+    checkpointing: Annotated[
+        bool | None,
+        typer.Option(
+            "--checkpointing/--no-checkpointing", help=f"{_OF_MODEL}activation checkpointing; default: on."
+        ),
+    ] = None
+    optimizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"{_OF_MODEL}as the Trainer names it; default: adamw_torch_fused, of qlora "
+            "paged_adamw_8bit.",
+        ),
+    ] = None
+    accumulate: Annotated[
+        int | None, typer.Option(metavar="N", help=f"{_OF_MODEL}passes of a step; default: 1.")
+    ] = None
+
+    def finetuning(self, model: str) -> FineTuning:
+        values = {field.name: getattr(self, field.name) for field in fields(ModelOptions)}
+        return FineTuning(model, **{name: value for name, value in values.items() if value is not None})
+
+    @property
+    def given(self) -> list[str]:
+        """Those that were given, as words."""
+        words = []
+        for field in fields(ModelOptions):
+            name, value = field.name.replace("_", "-"), getattr(self, field.name)
+            if isinstance(value, bool):
+                words.append(f"--{name}" if value else f"--no-{name}")
+            elif value is not None:
+                words += [f"--{name}", str(value)]
+        return words
+
+
 def fix_words(fix: Sequence[str] | None, plan: str | None) -> tuple[str, ...]:
     if plan is not None and not plan.endswith(".json"):
         raise UserError(
@@ -296,13 +355,18 @@ def fix_words(fix: Sequence[str] | None, plan: str | None) -> tuple[str, ...]:
 
 
 def command(run: Callable[[Any], int], options: type) -> Callable[..., int]:
-    """A function for typer: its parameters are the fields of the dataclass `options`, which `run` takes."""
-    types = get_type_hints(options, include_extras=True)
+    """A function for typer: its parameters are the annotated fields of the dataclass that `run` takes."""
+    types = {
+        name: kind
+        for name, kind in get_type_hints(options, include_extras=True).items()
+        if get_origin(kind) is Annotated
+    }
     signature = inspect.signature(options)
     for name, kind in types.items():
         if kind.__origin__ == tuple[str, ...]:  # typer takes lists
             types[name] = Annotated[list[str], *kind.__metadata__]
-    fields = [each.replace(annotation=types[name]) for name, each in signature.parameters.items()]
+    parameters = signature.parameters
+    fields = [each.replace(annotation=types[name]) for name, each in parameters.items() if name in types]
 
     def call(**given: Any) -> int:
         lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}

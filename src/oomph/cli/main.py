@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
+from oomph.cli import extensions
 from oomph.cli.common import TAKES_KEYS, command, flush_streams, open_missing_streams
 from oomph.cli.compare import run_compare, run_explain
 from oomph.cli.fit import FitOptions, run_fit
@@ -24,11 +25,8 @@ from oomph.cli.gpus import run_gpus
 from oomph.cli.measure import MeasureOptions, run_measure
 from oomph.cli.predict import DiagnoseOptions, PredictOptions, run_diagnose, run_predict
 from oomph.cli.run import run_script
-from oomph.cli.systems import run_cases, run_systems
 from oomph.cli.targets import TargetCommand
-from oomph.cli.train import run_train
 from oomph.errors import (
-    DeprecatedName,
     ExitStatus,
     FixWarning,
     OomphError,
@@ -47,8 +45,28 @@ _STATUSES = (
     "70 a bug in oomph, 130 interrupted."
 )
 
+
+class _Commands(typer.core.TyperGroup):
+    """Commands of other distributions are loaded when one of them is asked for, or all are listed."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        for name in extensions.names(extensions.COMMANDS):
+            self.get_command(ctx, name)
+        return super().list_commands(ctx)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in self.commands:
+            added = extensions.load(extensions.COMMANDS, cmd_name)
+            if added is None:  # a mistake; the error names those that there are
+                self.list_commands(ctx)
+                return None
+            self.add_command(typer.main.get_command(added), cmd_name)
+        return super().get_command(ctx, cmd_name)
+
+
 app = typer.Typer(
     name="oomph",
+    cls=_Commands,
     help="Will it fit? Predict the GPU memory of a training step, without a GPU.",
     epilog=_STATUSES,
     rich_markup_mode=None,
@@ -85,14 +103,11 @@ app.command("compare")(run_compare)
 app.command("explain")(run_explain)
 app.command("run", context_settings={"allow_interspersed_args": False, **TAKES_KEYS})(run_script)
 app.command("verify")(run_verify)
-app.command("train", context_settings={"allow_extra_args": True, **TAKES_KEYS})(run_train)
-app.command("systems")(run_systems)
-app.command("cases", hidden=True)(run_cases)
 app.command("gpus")(run_gpus)
 
 
 def main() -> None:
-    """The console script, and `python -m oomph`."""
+    """Of `oomph.__main__`."""
     open_missing_streams()
     if "_OOMPH_COMPLETE" in os.environ:  # the shell asks for completions; see --install-completion
         app(prog_name="oomph")
@@ -152,11 +167,10 @@ def run(arguments: Sequence[str]) -> int:
 def _warnings_on_stderr() -> Iterator[None]:
     """Print our warnings as one line, without the place in our code that raised them."""
     with warnings.catch_warnings():
-        warnings.simplefilter("default", DeprecatedName)
         shown = warnings.showwarning
 
         def show(message: Warning | str, category: type[Warning], *where: Any) -> None:
-            if issubclass(category, DeprecatedName | FixWarning):
+            if issubclass(category, FixWarning):
                 print(f"oomph: {message}", file=sys.stderr)
             else:
                 shown(message, category, *where)

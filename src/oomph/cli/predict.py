@@ -33,7 +33,6 @@ from oomph.cli.targets import (
     allocator_limit,
     find_target,
     is_config,
-    open_target,
     workload_of,
 )
 from oomph.errors import ExitStatus, ProgramError, UserError
@@ -187,7 +186,7 @@ def _with_applicable_fixes(diagnosis: Diagnosis, options: PredictOptions) -> Dia
     from oomph.workload import Workload
 
     def applicable(progress: Progress) -> set[str]:
-        with open_target(options.target, options.overrides) as target:
+        with options.open() as target:
             found = target if isinstance(target, Workload) else call_on_fake_gpu(target)
             if isinstance(found, Workload):
                 context = FixContext(diagnosis.prediction, found)
@@ -264,7 +263,7 @@ def predict_target(
     Script. `search`: with what cuDNN's search for algorithms takes."""
     load_torch()
     from oomph.prediction import predict as predict_program
-    from oomph.prediction.api import predict_isolated, run_silently
+    from oomph.prediction.retry import predict_isolated, run_silently
 
     def run(progress: Progress) -> Prediction:
         predict = partial(
@@ -276,7 +275,7 @@ def predict_target(
         )
         if options.is_script:
             return predict(replace(script_with_fixes(options), on_end=on_end), max=options.max)
-        with open_target(options.target, options.overrides) as target:
+        with options.open() as target:
             if options.fixes:
                 target = with_fixes(target, options.fixes)
             if options.ranks is not None:
@@ -306,18 +305,19 @@ def with_fixes(target: Any, fixes: Sequence[str | FixUse]) -> Any:
     """A Workload with the fixes; a function that returns the step, with those of its model."""
     from oomph.fixes import apply, uses_of
     from oomph.fixes.scripts import ModelChange, check_for_scripts, on_each_optimizer
-    from oomph.prediction import call_on_fake_gpu
     from oomph.workload import Workload
 
     uses = uses_of(fixes)
-    workload = target if isinstance(target, Workload) else call_on_fake_gpu(target)
-    if isinstance(workload, Workload):
-        return apply(uses, workload)
-    check_for_scripts(uses, is_function=True)
+    if isinstance(target, Workload):
+        return apply(uses, target)
 
     def function() -> Any:
         with on_each_optimizer(ModelChange(uses)):
-            return target()
+            made = target()
+        if isinstance(made, Workload):
+            return apply(uses, made)
+        check_for_scripts(uses, is_function=True)
+        return made
 
     return function
 
@@ -343,14 +343,9 @@ def _parallel(options: PredictOptions) -> Any:
 def _on_ranks(workload: Any, options: PredictOptions) -> Any:
     """A config's batch is that of all ranks; a Workload's is that of one."""
     parallel = _parallel(options)
-    if not is_config(options.target):
+    if options.config is None:
         return replace(workload, parallel=parallel)
-    from oomph.training.config import load, overrides_from_words
-    from oomph.training.ranks import parallel_of
-    from oomph.training.step import on_ranks
-
-    config = load(options.target, overrides_from_words(options.overrides))
-    return on_ranks(workload, parallel_of(config, parallel.ranks, parallel if options.parallel else None))
+    return options.config.on_ranks(workload, parallel, options.parallel is not None)
 
 
 def _write_snapshot(file: str, prediction: Prediction) -> None:

@@ -11,7 +11,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from oomph import gpus
-from oomph.cli.common import Gpu, Max, Module, OverrideWords, Steps, Torchrun
+from oomph.cli import extensions
+from oomph.cli.common import Gpu, Max, ModelOptions, Module, OverrideWords, Steps, Torchrun
 from oomph.errors import (
     OomphError,
     ProgramError,
@@ -30,55 +31,64 @@ from oomph.errors import (
     program_traceback,
     user_line,
 )
+from oomph.models import configuration
+from oomph.models.finetuning import PROGRAM, FineTuning
 from oomph.report.terminal import short_path
 from oomph.units import parse_bytes
 
 if TYPE_CHECKING:
     from oomph.prediction import Script
-    from oomph.training.config import TrainConfig
     from oomph.workload import Workload
 
 _NO_SCRIPT = (
     "file.py:name or package.module:name, where name is a Workload, a function that returns one, or a "
     "function that sets up and returns the step; or a config, e.g. configs/pythia_70m.yaml"
 )
-VALID = f"give a script, as train.py; {_NO_SCRIPT}"
+VALID = f"give a script, as train.py; a model's name, as Qwen/Qwen3-8B; {_NO_SCRIPT}"
 
 # ------------------------------------------------------------------------------------------- targets
 
 
 @dataclass(frozen=True, slots=True)
-class TargetOptions:
+class TargetOptions(ModelOptions):
     """The target of a command that also takes scripts."""
 
     target: Annotated[
         str,
         typer.Argument(
             metavar="TARGET",
-            help="A script (train.py -- --its --flags), a config (.yaml), or file.py:name or "
-            "package.module:name; name is a Workload, a function that returns one, or a function that sets "
-            "up and returns the step.",
+            help="A script (train.py -- --its --flags), a model's name (Qwen/Qwen3-8B --method lora), a "
+            "config (.yaml), or file.py:name or package.module:name; name is a Workload, a function that "
+            "returns one, or a function that sets up and returns the step.",
         ),
     ] = ""
     overrides: OverrideWords = ()  # of a script: its arguments
     module: Module = None
     torchrun: Torchrun = False
+    config: extensions.Config | None = None  # the target, if it is one; see find_target
+    model: FineTuning | None = None  # likewise; target and overrides are then those of its program
 
     @property
     def typed(self) -> str:
         """The target with its arguments."""
+        if self.model is not None:
+            return shlex.join(self._words)
         return shlex.join(
             (*self._words, *(["--"] if self.module and self.overrides else []), *self.overrides)
         )
 
     def command(self, name: str, *options: str) -> list[str]:
         """`oomph name` for this target, with options."""
+        if self.model is not None:
+            return [name, *self._words, *options]
         if not self.is_script:
             return [name, self.target, *self.overrides, *options]
         return [name, *self._words, *options, *(["--"] if self.overrides else []), *self.overrides]
 
     @property
     def _words(self) -> list[str]:
+        if self.model is not None:
+            return [self.model.model, *self.given]
         launcher = ["--torchrun"] if self.torchrun else []
         return [*launcher, *(["-m"] if self.module else []), self.target]
 
@@ -87,10 +97,15 @@ class TargetOptions:
         return self.module is not None or is_script(self.target)
 
     def script(self, steps: int | None = None) -> Script:
+        if self.model is not None:
+            return self.model.script()
         from oomph.prediction import Script
 
         script = Script(self.target, self.overrides, self.module is not None, torchrun=self.torchrun)
         return script if steps is None else replace(script, steps=steps)
+
+    def open(self) -> AbstractContextManager[Workload | Callable[[], Any]]:
+        return open_target(self.target, self.overrides, self.config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +130,11 @@ class StepOptions(TargetOptions):
             parse_bytes(self.max)
         if self.steps is not None and self.steps < 1:
             raise UserError(f"--steps {self.steps} is not valid; give a positive number")
-        if (self.steps is not None or self.torchrun) and not self.is_script:
+        if (self.steps is not None or self.torchrun) and (not self.is_script or self.model is not None):
             raise UserError("--steps and --torchrun are for scripts, as train.py or -m package.module")
-        if not self.is_script:
+        if not self.is_script and self.config is None:
             check_target(self.target, self.overrides)
-        elif self.module is None:
+        elif self.is_script and self.module is None:
             check_python_file(self.target)
 
 
@@ -158,23 +173,25 @@ Options = TypeVar("Options", bound=TargetOptions)
 
 
 def find_target(options: Options, command: str) -> Options:
-    """With -m, the module is the target, and the first word is its argument."""
+    """With -m, the module is the target, and the first word is its argument. A config is opened, and a
+    model's name becomes its program."""
     if options.module is None and not options.target:
         raise UserError(f"{command} needs a {'SCRIPT' if command == 'run' else 'TARGET'}, or -m MODULE")
+    if options.module is None and is_model(options.target, options.given):
+        return _with_model(options)
+    if options.given:
+        of_script = options.module is not None or is_script(options.target)
+        advice = "; options of the script come after --" if of_script else ""
+        raise UserError(f"{options.given[0]} is for a model's name, as Qwen/Qwen3-8B --method lora{advice}")
     if options.module is None:
-        return options
+        return replace(options, config=_config(options.target, options.overrides))
     words = (*([options.target] if options.target else []), *options.overrides)
     return replace(options, target=options.module, overrides=words)
 
 
 def check_target(target: str, overrides: Sequence[str] = ()) -> None:
     """Raise for mistakes that show before torch is imported, which takes seconds."""
-    if is_config(target):
-        from oomph.training.config import check_file, overrides_from_words, parse_override
-
-        check_file(target)
-        for word in overrides_from_words(overrides):
-            parse_override(word)
+    if _config(target, overrides) is not None:
         return
     source, _ = split_target(target)
     _sizes(overrides, target)
@@ -183,18 +200,18 @@ def check_target(target: str, overrides: Sequence[str] = ()) -> None:
 
 
 @contextmanager
-def open_target(target: str, overrides: Sequence[str] = ()) -> Iterator[Workload | Callable[[], Any]]:
+def open_target(
+    target: str, overrides: Sequence[str] = (), config: extensions.Config | None = None
+) -> Iterator[Workload | Callable[[], Any]]:
     """The object that `target` names, or the Workload of a config with its overrides.
 
     sys.path and sys.argv are as Python would have them for the program until the block ends, because models
     are often built, and modules imported, only while the step is traced; then they are restored.
     """
-    check_target(target, overrides)
-    if is_config(target):
-        from oomph.training.step import predicted_workload
-
-        yield predicted_workload(_load_config(target, overrides))
+    if (config := config or _config(target, overrides)) is not None:
+        yield config.workload()
         return
+    check_target(target, overrides)
     from oomph.prediction.program import seed_generators
 
     source, name = split_target(target)
@@ -214,6 +231,21 @@ def open_target(target: str, overrides: Sequence[str] = ()) -> Iterator[Workload
                     sys.modules.pop(taken, None)
 
 
+def is_model(target: str, given: Sequence[str] = ()) -> bool:
+    """Whether it is a model's name, or was meant as one, since options of a model are `given`."""
+    if ":" in target or is_script(target) or is_config(target) or os.path.isfile(target):
+        return False
+    return bool(given) or configuration.is_name(target)
+
+
+def _with_model(options: Options) -> Options:
+    if options.overrides:
+        raise UserError(f"{options.target} takes options, as --batch 4, not {options.overrides[0]!r}")
+    model = options.finetuning(options.target)
+    model.check()
+    return replace(options, target=PROGRAM, overrides=model.words(), model=model)
+
+
 def is_script(target: str) -> bool:
     return target.endswith(".py") and ":" not in target
 
@@ -223,17 +255,16 @@ def is_config(target: str) -> bool:
 
 
 def allocator_limit(options: TargetOptions, limit: str | None) -> str | None:
-    """The smaller of --max and a config's training.memory_limit; None where there is none."""
-    limits = [limit]
-    if is_config(options.target):
-        limits.append(_load_config(options.target, options.overrides).training.memory_limit)
+    """The smaller of --max and a config's limit; None where there is none."""
+    limits = [limit, None if options.config is None else options.config.memory_limit]
     return min((each for each in limits if each is not None), key=parse_bytes, default=None)
 
 
-def _load_config(target: str, overrides: Sequence[str]) -> TrainConfig:
-    from oomph.training.config import load, overrides_from_words
-
-    return load(target, overrides_from_words(overrides))
+def _config(target: str, overrides: Sequence[str]) -> extensions.Config | None:
+    if not is_config(target):
+        return None
+    kind: type[extensions.Config] = extensions.load(extensions.TARGETS, target.rpartition(".")[2])
+    return kind(target, overrides)
 
 
 def workload_of(target: Workload | Callable[[], Any], name: str) -> Workload:
@@ -270,6 +301,8 @@ def split_target(target: str) -> tuple[str, str]:
                 "call oomph.predict in it"
             )
         what = "is a folder" if os.path.isdir(target) else f"has no colon{_nearest_file(Path(target))}"
+        if close := configuration.near(target):
+            raise UserError(f"target {target!r} is not known; the nearest models are {', '.join(close)}")
         raise UserError(f"target {target!r} {what}; {VALID}")
     if not source or not name.isidentifier():
         raise UserError(f"target {target!r} is not valid; {VALID}")

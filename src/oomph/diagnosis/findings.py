@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 
 from oomph.diagnosis.patterns import FRAGMENTATION, Pattern, PeakAnalysis, classify, elements
-from oomph.records import Allocation, Finding, Prediction, Site
+from oomph.records import Allocation, Finding, Prediction, Site, bytes_by_line
 from oomph.units import format_bytes
 
 _LEAST_SHARE = 0.02  # of what is reserved: smaller fragmentation is no finding
@@ -95,10 +95,7 @@ def _sites(
     pattern: Pattern, facts: PeakAnalysis, group: Iterable[Allocation], sizes: Mapping[int, int]
 ) -> tuple[Site, ...]:
     """The line that keeps the tensors alive, if there is one; then the lines that made most of them."""
-    lines: Counter[Site] = Counter()
-    for one in group:
-        if one.site is not None:
-            lines[one.site] += sizes[one.id]
+    lines = bytes_by_line((one.site, sizes[one.id]) for one in group)
     keepers: Counter[Site] = Counter()
     if pattern.name == "growing list":
         for one in group:

@@ -29,7 +29,7 @@ def context_parallel(model: nn.Module, group: Any) -> None:
     """Change the model in place: it takes whole sequences, and returns the loss of all of them."""
     if not hasattr(model, "hidden_states") or not hasattr(model, "output"):
         raise UserError(
-            "context parallelism is for the decoders of oomph.systems (longctx, hatchling); "
+            "context parallelism is for the decoders of oomph_lab.systems (longctx, hatchling); "
             f"{type(model).__name__} is not one of them"
         )
     for module in list(model.modules()):

@@ -33,7 +33,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     layers = [member.module for members in blocks(model) for member in members]
     if not isinstance(getattr(model, "embedding", None), nn.Embedding) or not layers:
         raise UserError(
-            f"tensor parallelism is for the decoders of oomph.systems (longctx, hatchling, pythia); "
+            f"tensor parallelism is for the decoders of oomph_lab.systems (longctx, hatchling, pythia); "
             f"{type(model).__name__} is not one of them"
         )
     head = {} if getattr(model, "lm_head", None) is None else {"lm_head": ColwiseParallel()}
