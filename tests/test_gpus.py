@@ -2,6 +2,8 @@
 
 import pytest
 
+from oomph import gpus
+from oomph.errors import UserError
 from oomph.gpus import catalogue, find, for_device
 from oomph.units import GiB, MiB
 
@@ -125,7 +127,27 @@ def test_what_a_card_leaves_the_allocator():
     assert card.limit("8GiB", budget="4GiB", nccl=MiB) == 4095 * MiB - card.context
 
 
-def test_the_host_link_follows_the_generation():
-    speeds = [find(name).host_link for name in ("t4", "rtx3090", "rtx4090", "h100-80gb", "rtx5090")]
-    assert speeds == sorted(speeds)
-    assert speeds[0] < speeds[1] < speeds[-1]
+def test_the_host_link_is_that_of_the_card():
+    speeds = [find(name).host_link for name in ("t4", "rtx3090", "h100-80gb", "gh200")]
+    assert speeds == sorted(set(speeds))
+    assert find("rtx4060ti-16gb").host_link * 2 == find("rtx4070").host_link  # of the same generation
+    assert find("24GiB").host_link == find("h200").host_link
+
+
+def test_here_is_what_is_free_on_the_gpu_of_this_machine(monkeypatch):
+    h200 = find("h200")
+    mig = for_device("NVIDIA H200 MIG 1g.18gb", 16 * GiB, (9, 0))
+    unused = h200.memory - h200.context
+    for device, memory, name in (
+        ((h200, 23 * GiB), 23 * GiB + h200.context, "h200"),
+        ((h200, unused), h200.memory, "h200"),
+        ((mig, 12 * GiB), 12 * GiB + mig.context, "13056MiB"),
+    ):
+        monkeypatch.setattr(gpus, "ask_device", lambda device=device: device)
+        found = find("here")
+        assert (found.memory, found.name) == (memory, name)
+        assert ("free" in found.title) == (name == "h200" and memory < h200.memory)
+        assert find(found.name)  # as plans and predictions keep it
+    monkeypatch.setattr(gpus, "ask_device", lambda: None)
+    with pytest.raises(UserError, match="no GPU here"):
+        find("here")

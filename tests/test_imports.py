@@ -6,15 +6,17 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent / "src"
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = (ROOT / "src", ROOT / "lab/src")
 
 
 @cache
 def _modules():
     found = {}
-    for path in ROOT.rglob("*.py"):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    for folder in SOURCES:
+        for path in folder.rglob("*.py"):
+            parts = path.relative_to(folder).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 
 
@@ -22,17 +24,14 @@ def _statements(body):
     """All of them, also inside functions; not their expressions, which are many."""
     for node in body:
         yield node
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            continue
         for name in ("body", "orelse", "finalbody", "handlers", "cases"):
             yield from _statements(getattr(node, name, []))
 
 
 def _imports(path):
-    """The modules of ours that a file imports, at its top or inside functions.
+    """The modules of ours that a file imports: at its top, inside functions, under TYPE_CHECKING.
 
-    Imports under TYPE_CHECKING are left out: they never run. The parent package of an
-    imported module is left out as well: it only re-exports.
+    The parent package of an imported module is left out: it only re-exports.
     """
     for node in _statements(ast.parse(path.read_text()).body):
         if isinstance(node, ast.Import):
@@ -75,3 +74,32 @@ def test_private_torch_names_are_used_in_two_files_only():
     others = [path for name, path in _modules().items() if name not in users]
     uses = [use for path in others for use in _private_uses(path)]
     assert not uses
+
+
+# Inductor generates Triton kernels: these two files run it.
+OF_THE_COMPILER = ("compiled.py", "compiler_internals.py")
+
+
+def _strings_and_imports(path):
+    """What a file may name a library by: not its docstrings and comments."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" not in node.value:
+            yield node.value
+
+
+def test_predictions_name_libraries_in_compat_only():
+    names = {path.stem.replace("_", "-") for path in (ROOT / "src/oomph/prediction/compat").glob("*.py")}
+    names -= {"--init--", "library", "registry", "data-parallel", "pass-through", "git", "torchscript"}
+    pattern = re.compile(rf"\b({'|'.join(names | {'accelerate', 'deepspeed', 'datasets', 'pynvml'})})\b")
+    found = [
+        f"{path.name}: {text}"
+        for name, path in _modules().items()
+        if name.startswith("oomph.prediction.") and ".compat" not in name and path.name not in OF_THE_COMPILER
+        for text in _strings_and_imports(path)
+        if not text.startswith("oomph.") and " " not in text and pattern.search(text)
+    ]
+    assert not found

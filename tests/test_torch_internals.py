@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from oomph import torch_internals
-from oomph.prediction.tracer.fake_cuda import Patches
+from oomph.prediction.patches import Patches
 from oomph.torch_internals import UnsupportedTorch, self_test
 
 SENTENCE = r"torch \d+\.\d+\.\d+ moved {}; this oomph supports torch 2\.\d+ to 2\.\d+; [^\n]+$"

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import subprocess
 import sys
 import time
@@ -82,6 +83,21 @@ def test_the_progress_bar_appears_after_its_delay():
 
     assert "step 2 of 3: backward" in shown(0.01, wait=30)
     assert "step" not in shown(1e6, wait=0.3)
+
+
+def test_ctrl_c_while_torch_is_loaded_is_quiet(tmp_path):
+    """Native modules take the KeyboardInterrupt of a module that they import for a missing one, or abort."""
+    (tmp_path / "torch.py").write_text(
+        "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n    for _ in range(99): pass\n"
+        "except BaseException as error:\n    raise ImportError('torch') from error\n"
+    )
+    (tmp_path / "train.py").write_text("1 / 0")
+    path = os.pathsep.join((str(tmp_path), *sys.path))
+    command = [sys.executable, "-m", "oomph", "predict", str(tmp_path / "train.py")]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+    assert done.returncode == 130
+    assert done.stderr.splitlines()[-1] == "oomph: interrupted"
+    assert "Traceback" not in done.stderr
 
 
 def test_progress_shows_while_torch_is_loaded(tmp_path):

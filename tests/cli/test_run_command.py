@@ -1,6 +1,8 @@
 """`oomph run` where memory runs out: with the snapshot of a GPU that this machine need not have."""
 
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from benchmarks.report.snapshots import snapshot
 from oomph.cli.main import run
 from oomph.measurement import oplog
 
+MiB = 1 << 20
 FAILS = "import torch\nraise torch.OutOfMemoryError('CUDA out of memory')\n"
 
 
@@ -20,8 +23,48 @@ def fake_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(oplog, "cuda_lazy_call", lambda call: call())
     monkeypatch.setattr(oplog, "record_memory_history", lambda *_, **options: started.append(options))
     monkeypatch.setattr(oplog, "memory_snapshot", snapshot)
+    limit(monkeypatch)
     monkeypatch.chdir(tmp_path)
     return started
+
+
+def limit(monkeypatch, total=143156, free=100000, reserved=42300, fraction=1.0, name="NVIDIA H200"):
+    """MiB of the GPU, when the process has run out of memory."""
+    device = SimpleNamespace(name=name, total_memory=total * MiB, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free * MiB, total * MiB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: reserved * MiB)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: fraction)
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "note"),
+    [
+        ({}, "--gpu h200", ""),
+        (
+            {"fraction": 24064 / 143156, "reserved": 24000},
+            "--gpu h200 --max 24064MiB",
+            "23.5 GiB of the H200's 139.8 GiB: per_process",
+        ),
+        ({"free": 100, "reserved": 24000}, "--gpu h200 --max 24100MiB", "in use outside of it"),
+        (
+            {"total": 16384, "free": 100, "reserved": 15800, "name": "NVIDIA H200 MIG 1g.18gb"},
+            "--gpu 16384MiB",
+            "",
+        ),
+    ],
+)
+def test_fixes_are_looked_for_that_fit_what_the_process_could_have_had(
+    fake_gpu, monkeypatch, capsys, case, options, note
+):
+    limit(monkeypatch, **case)
+    Path("train.py").write_text(FAILS)
+    commands = []
+    monkeypatch.setattr(subprocess, "run", lambda words, **_: commands.append(" ".join(words)))
+    assert run(["run", "train.py"]) == 1
+    assert f"oomph fit train.py {options} --plan" in commands[0]
+    assert note in " ".join(capsys.readouterr().err.split())
 
 
 def test_running_out_of_memory_is_explained(fake_gpu, capsys):

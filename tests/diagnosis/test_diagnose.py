@@ -18,7 +18,7 @@ from oomph.diagnosis import patterns
 from oomph.diagnosis.findings import scaled_sizes
 from oomph.diagnosis.patterns import FRAGMENTATION, PATTERNS
 from oomph.fixes import all_fixes
-from oomph.prediction.tracer import attribution
+from oomph.prediction.tracer import holders
 from oomph.records import Alive, Allocation, Peak, Prediction
 from oomph.report.terminal import verdict
 
@@ -248,7 +248,7 @@ CATALOG = [[{"name": index, "labels": [index]} for index in range(100)] for _ in
 
 @in_process
 def test_what_a_function_has_is_searched_before_large_globals(monkeypatch):
-    monkeypatch.setattr(attribution, "_MOST_VISITED", 20_000)
+    monkeypatch.setattr(holders, "_MOST_VISITED", 20_000)
     cause = oomph.diagnose(lambda: Generator().train(nn.Parameter)).findings[0]
     assert cause.sites[0].function == "push"
 

@@ -13,7 +13,7 @@ from torch import nn
 import oomph
 from oomph import fixes
 from oomph.errors import UserError
-from oomph.fix_names import APPLICATION_ORDER, OLD_NAMES
+from oomph.fix_names import APPLICATION_ORDER
 from oomph.fixes import registry
 from oomph.fixes.registry import Fix
 from oomph.records import FixUse, Proposal
@@ -262,13 +262,6 @@ def test_apply_takes_fixes_and_a_workload_or_a_model():
 
 def test_every_fix_has_the_name_by_which_it_is_checked():
     assert [fix.name for fix in fixes.all_fixes()] == list(APPLICATION_ORDER)
-
-
-@pytest.mark.parametrize(("old", "new"), OLD_NAMES.items())
-def test_an_old_name_works_and_warns(old, new):
-    with pytest.warns(FutureWarning, match=f"fix '{old}' is deprecated; use '{new}'"):
-        found = fixes.find(old)
-    assert found.name == new
 
 
 @own_fixes

@@ -17,7 +17,7 @@ from oomph.fixes.verification import EXACT, differences, run, widened
 from oomph.records import FixUse
 
 # They need a process group, a Hugging Face model or a compiler.
-ELSEWHERE = {"fsdp2", "attn_implementation", "compile"}
+ELSEWHERE = {"fsdp2", "attn_implementation", "compile", "trainer_optim"}
 # For the tiny model: what has no default, or one that a tiny model falls short of.
 OPTIONS = {
     "smaller_vocabulary": {"size": 40},

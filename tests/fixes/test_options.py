@@ -56,7 +56,7 @@ def test_flags(fix, option):
 @pytest.mark.parametrize(
     ("use", "words"),
     [
-        ("activation_checkpointing:keep=all", ("keep='all'", "nothing, attention, products")),
+        ("activation_checkpointing:keep=all", ("keep='all'", "nothing, attention, matmuls")),
         ("activation_checkpointing:blocks=blocks", ("'blocks' is a ModuleList", "'blocks.0'")),
         ("activation_offloading:blocks=blocks.2", ("'blocks.2' is the last block",)),
         ("activation_offloading:blocks=blocks.*.nothing", ("'blocks.*.nothing'",)),

@@ -78,7 +78,7 @@ def counted(run):
     [
         [],
         *(["activation_checkpointing:keep=" + keep] for keep in KEEP),
-        ["activation_checkpointing:keep=products", "activation_offloading:smallest=1"],
+        ["activation_checkpointing:keep=matmuls", "activation_offloading:smallest=1"],
     ],
 )
 def test_gradients_are_the_same_one_layer_computes_and_undo_restores_the_model(others, x):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import oomph
-from oomph.prediction.program import next_evaluation
+from oomph.prediction.compat.registry import next_evaluation
 
 
 @pytest.fixture

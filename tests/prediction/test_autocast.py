@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from oomph.prediction.compat.registry import FLOAT32_OPS
 from oomph.prediction.cuda.dispatch_keys import AUTOCAST_OPS, cuda_autocast
 from oomph.torch_internals import CHECKPOINT_DEFAULT_DEVICE
 
@@ -316,7 +317,7 @@ def test_ops_of_torchvision_that_are_loaded_later_compute_in_float32(gpu_claimed
 
     monkeypatch.setattr(type(torch.ops), "load_library", load)
     try:
-        with cuda_autocast(is_on_gpu), FakeTensorMode(), OpLog() as log, on(fp16):
+        with cuda_autocast(is_on_gpu, FLOAT32_OPS), FakeTensorMode(), OpLog() as log, on(fp16):
             torch.ops.load_library("_C.so")
             x, rois = torch.ones(2, dtype=fp16), torch.ones(2)
             values, positions = torch.ops.torchvision.ps_roi_pool(x, rois)

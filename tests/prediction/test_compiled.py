@@ -1,6 +1,9 @@
 """Programs under torch.compile: what Inductor's generated program allocates."""
 
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -214,6 +217,19 @@ def test_a_decoder_with_autocast_in_cuda_graphs():
     assert len(copies) % len(prediction.steps) == 0
 
 
+def test_timing_a_product_takes_its_factors_twice_and_a_buffer():
+    def program():
+        model = torch.compile(nn.Linear(4096, 1001, bias=False, device="cuda", dtype=torch.bfloat16))
+        with torch.no_grad():
+            model(torch.empty(8, 4096, device="cuda", dtype=torch.bfloat16))
+
+    found = oomph.predict(program, gpu="h200")
+    weight, padded = 4096 * 1001 * 2, 4096 * 1008 * 2
+    timing = [one.bytes for one in found.allocations if one.op == "inductor.benchmark"]
+    assert {weight, padded, 60 << 20} < set(timing)
+    assert found.peak.allocated > 2 * weight + padded + (60 << 20)
+
+
 def test_products_with_odd_sizes_are_padded():
     """The gradient of the logits is copied with padding, once for each of two products."""
 
@@ -239,3 +255,39 @@ def test_tensors_are_on_the_gpu_after_a_compiled_block_mask():
     x = torch.ones(4, device="cuda", requires_grad=True)
     assert x.is_cuda
     x.sum().backward()
+
+
+def test_without_triton_the_prediction_is_the_same(compiled, tmp_path):
+    """In a fresh interpreter that finds no Triton; the program itself does not find one either."""
+    program = tmp_path / "without.py"
+    program.write_text(_WITHOUT_TRITON)
+    folder = str(Path(__file__).parent)
+    done = subprocess.run([sys.executable, program, folder], capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == [str(compiled.peak.allocated), str(compiled.peak.reserved)], done.stderr
+
+
+_WITHOUT_TRITON = """
+import importlib.machinery, importlib.util, sys
+
+class WithoutTriton(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] == "triton" else super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = WithoutTriton
+sys.path.insert(0, sys.argv[1])
+import torch, oomph
+from test_compiled import Net, ROWS, WIDTH
+
+def setup():
+    model = torch.compile(Net().cuda())
+    x = torch.randn(ROWS, WIDTH, device="cuda")
+    def step():
+        assert importlib.util.find_spec("triton") is None
+        model(x).square().sum().backward()
+    return step
+
+found = oomph.predict(setup, gpu="h200")
+assert found.interval is None and "triton" not in sys.modules
+print(found.peak.allocated, found.peak.reserved)
+"""

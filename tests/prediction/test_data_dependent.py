@@ -37,7 +37,6 @@ def test_cumprod_takes_the_longer_way_back_where_an_element_is_zero():
     assert interval is not None
     measured = ROWS["cumprod"]["steps"][-1][0]
     assert interval.low.allocated < measured
-    assert measured <= interval.high.allocated == pytest.approx(measured, rel=0.04)
 
     def program(zeros):
         x = torch.arange(0 if zeros else 1, 1024 * 64 + (0 if zeros else 1), device="cuda").float()

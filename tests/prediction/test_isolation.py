@@ -1,12 +1,19 @@
 # ruff: noqa: E501
 """A predicted program changes no file, no thread and no flag of the process that asks."""
 
+import ctypes
+import errno
 import importlib.util
 import multiprocessing
 import os
 import random
+import resource  # noqa: F401  # of OUTSIDE
 import signal
+import socket
+import struct
+import subprocess
 import sys
+import tempfile
 import termios
 import textwrap
 import threading
@@ -20,7 +27,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode as get_curre
 
 import oomph
 from oomph.errors import ProgramError, UserError
-from oomph.prediction import isolation
+from oomph.prediction import isolation, keeper
 
 BEFORE = {
     "weights.pt": b"weights",
@@ -91,7 +98,13 @@ PROGRAMS = {
     "subprocess": "refused(lambda: subprocess.run(['rm', 'log.txt']))",
     "os.system": "assert os.waitstatus_to_exitcode(os.system('rm log.txt')) == 127 and os.path.exists('log.txt')",
     "description of the machine": "from torch.utils import collect_env; assert torch.__version__ in collect_env.get_pretty_env_info()",
-    "below Python": "refused(lambda: posix.unlink('log.txt'))",
+    "Unix socket": "s = socket.socket(socket.AF_UNIX); s.bind('server'); s.listen(); k = socket.socket(socket.AF_UNIX); k.connect('server'); assert 'server' in os.listdir('.')",
+    "Unix socket with a long path": "os.mkdir('d' * 120); path = os.path.abspath('d' * 120 + '/s'); s = socket.socket(socket.AF_UNIX); s.bind(path); s.listen(); socket.socket(socket.AF_UNIX).connect(path)",
+    "abstract socket": "s = socket.socket(socket.AF_UNIX); s.bind('\\0program'); s.listen(); socket.socket(socket.AF_UNIX).connect('\\0program')",
+    "servers on this machine": "s = socket.create_server(('127.0.0.1', 0)); socket.create_connection(s.getsockname())",
+    "signals and priorities of its own": "p = os.fork() or os._exit(signal.pause() or 0); os.kill(p, signal.SIGKILL); os.waitpid(p, 0); os.nice(1); os.sched_setaffinity(0, os.sched_getaffinity(0))",
+    "below os": "posix.unlink('log.txt'); assert not os.path.exists('log.txt')",
+    "functions of os": "assert type(open) is type(os.stat) is type(print) and pickle.loads(pickle.dumps([open, os.stat])) == [open, os.stat]",
     "C library": "ctypes.CDLL(None).unlink(b'log.txt'); assert os.path.exists('log.txt')",
 }
 ENDINGS = {
@@ -101,7 +114,7 @@ ENDINGS = {
     "os._exit": "os._exit(0)",
 }
 HEADER = """
-import csv, ctypes, glob, io, json, logging, multiprocessing, os, pickle, posix, shutil, sqlite3, subprocess, sys, tempfile, zipfile
+import csv, ctypes, glob, io, json, logging, multiprocessing, os, pickle, posix, shutil, signal, socket, sqlite3, struct, subprocess, sys, tempfile, zipfile
 from pathlib import Path
 import numpy as np, safetensors.torch, torch
 
@@ -117,6 +130,29 @@ def program():
     w = model.weight
     model(torch.randn(2, 4, device="cuda")).sum().backward()
 """
+
+
+# Each fails with this errno: nothing leaves the machine, and another process stays as it is.
+OUTSIDE = {
+    "UDP": (errno.ENETUNREACH, "socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('192.0.2.77', 9))"),
+    "UDP, C": (errno.ENETUNREACH, "c('sendto', udp.fileno(), b'x', 1, 0, far, 16)"),
+    "TCP, C": (errno.ENETUNREACH, "c('connect', socket.socket().fileno(), far, 16)"),
+    "DNS": (socket.EAI_AGAIN, "socket.getaddrinfo('example.com', 80)"),
+    "raw": (errno.EPERM, "c('socket', socket.AF_INET, socket.SOCK_RAW, 1)"),
+    "kill": (errno.EPERM, "os.kill(victim, signal.SIGUSR1)"),
+    "kill, C": (errno.EPERM, "c('kill', victim, signal.SIGUSR1)"),
+    "killpg": (errno.EPERM, "os.killpg(os.getpgid(victim), signal.SIGUSR1)"),
+    "kill of all": (errno.EPERM, "c('kill', -1, signal.SIGUSR1)"),
+    "tgkill, C": (errno.EPERM, "c('tgkill', victim, victim, signal.SIGUSR1)"),
+    "setpriority": (errno.EPERM, "os.setpriority(os.PRIO_PROCESS, victim, 7)"),
+    "prlimit": (errno.EPERM, "resource.prlimit(victim, resource.RLIMIT_NOFILE, (50, 50))"),
+    "sched_setaffinity": (errno.EPERM, "os.sched_setaffinity(victim, {0})"),
+    "ptrace, C": (errno.EPERM, "c('ptrace', 16, victim, 0, 0)"),
+    "execv, C": (errno.EPERM, "c('execv', b'/bin/true', (ctypes.c_char_p * 2)(b'true'))"),
+    "chmod, C": (errno.EPERM, "c('chmod', b'/tmp', 0o700)"),
+    "unlink, C": (errno.EACCES, "c('unlink', b'/etc/hosts')"),
+    "socket of another process": (errno.ECONNREFUSED, "socket.socket(socket.AF_UNIX).connect(b'\\0' + name)"),
+}
 
 
 def folder_in(path):
@@ -358,27 +394,153 @@ def test_a_fork_that_waits_for_a_thread_is_not_taken_for_a_refusal(monkeypatch):
     assert isolation.run_isolated(search, lambda text, fraction: None) == "waits"
 
 
-def test_nothing_of_a_killed_prediction_goes_on():
+def waited_for(pid):
+    for _ in range(100):
+        try:
+            os.kill(pid, 0)
+            time.sleep(0.1)
+        except ProcessLookupError:
+            return True
+    os.kill(pid, signal.SIGKILL)
+    return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_nothing_of_a_killed_prediction_goes_on_or_stays(number, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     read, write = os.pipe()
 
     def program():
-        os.write(write, str(os.getpid()).encode())
+        Path("weights.pt").write_text("x")
+        os.fork()
+        os.write(write, b"%d " % os.getpid())
         time.sleep(60)
 
     parent = os.fork()
     if parent == 0:
         oomph.predict(program)
-    child = int(os.read(read, 100))
-    os.kill(parent, signal.SIGKILL)
-    os.waitpid(parent, 0)
+    children = b""
+    while children.count(b" ") < 2:
+        children += os.read(read, 100)
+    assert list(tmp_path.iterdir())
+    os.kill(parent, number)
+    assert os.waitstatus_to_exitcode(os.waitpid(parent, 0)[1]) == -number
+    left = [child for child in children.split() if not waited_for(int(child))]
+    assert not left
     for _ in range(50):
-        try:
-            os.kill(child, 0)
-            time.sleep(0.1)
-        except ProcessLookupError:
+        if not list(tmp_path.iterdir()):
             return
-    os.kill(child, signal.SIGKILL)
-    pytest.fail("the child outlived its parent")
+        time.sleep(0.1)
+    pytest.fail("the scratch folder is left")
+
+
+def test_what_killed_keepers_left_is_removed_later(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    of_others = tmp_path / "oomph-scratch-results"  # the user's
+    used, left = keeper.Scratch(), keeper.Scratch()
+    os.close(left.lock)
+    of_others.mkdir()
+    for path in (of_others, used.path, left.path):
+        os.utime(path, (1, 1))
+    keeper.remove_left_folders()
+    assert {path.name for path in tmp_path.iterdir()} == {of_others.name, os.path.basename(used.path)}
+    os.close(used.lock)
+
+
+def test_a_folder_is_removed_alone(tmp_path):
+    """Its parent, and what links in it lead to, keep their modes."""
+    folder, others = tmp_path / "folder", tmp_path / "others"
+    (folder / "closed").mkdir(parents=True)
+    (folder / "closed" / "file").touch()
+    others.mkdir(mode=0o755)
+    (folder / "link").symlink_to(others)
+    (folder / "closed").chmod(0)
+    before = [path.stat().st_mode for path in (tmp_path, others)]
+    for _ in range(2):  # once it is not there
+        keeper.remove(str(folder))
+        assert not folder.exists()
+        assert [path.stat().st_mode for path in (tmp_path, others)] == before
+
+
+def test_what_a_program_starts_ends_with_it():
+    read, write = os.pipe()
+
+    def program():
+        torch.empty(4, device="cuda")
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                os.write(write, b"%d" % os.getpid())
+                time.sleep(60)
+            os._exit(0)
+        os.wait()
+
+    oomph.predict(program)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(os.read(read, 100)), 0)
+
+
+def attempts(victim, name):
+    """What each of OUTSIDE fails with, tried in a predicted program."""
+    read, write = os.pipe()
+
+    def program():
+        torch.empty(4, device="cuda")
+        libc = ctypes.CDLL(None, use_errno=True)
+
+        def c(name, *arguments):
+            if getattr(libc, name)(*arguments) < 0:
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+        far = (
+            struct.pack("=H", socket.AF_INET)
+            + struct.pack(">H", 9)
+            + socket.inet_aton("192.0.2.77")
+            + bytes(8)
+        )
+        udp = socket.socket(type=socket.SOCK_DGRAM)
+        for route, (_, body) in OUTSIDE.items():
+            try:
+                exec(body, {**globals(), "c": c, "far": far, "udp": udp, "victim": victim, "name": name})
+                os.write(write, f"{route}=none\n".encode())
+            except OSError as error:
+                os.write(write, f"{route}={error.errno}\n".encode())
+
+    oomph.predict(program)
+    os.close(write)
+    with os.fdopen(read) as file:
+        return dict(line.strip().split("=") for line in file)
+
+
+@pytest.mark.parametrize("missing", ["", "landlock"])
+def test_a_program_sends_nothing_and_reaches_no_other_process(missing, monkeypatch):
+    monkeypatch.setenv("OOMPH_WITHOUT", missing)
+    name = b"oomph test %d" % os.getpid()
+    with (
+        subprocess.Popen(["sleep", "60"], start_new_session=True) as victim,
+        socket.socket(socket.AF_UNIX) as server,
+    ):
+        server.bind(b"\0" + name)
+        server.listen()
+        priority = os.getpriority(os.PRIO_PROCESS, victim.pid)
+        found = attempts(victim.pid, name)
+        assert victim.poll() is None
+        assert os.getpriority(os.PRIO_PROCESS, victim.pid) == priority
+        victim.kill()
+    if missing:
+        assert found == {route: str(expected) for route, (expected, _) in OUTSIDE.items()}
+    else:  # Landlock has its own errno for abstract sockets
+        refused = {str(expected) for expected, _ in OUTSIDE.values()} | {str(errno.EPERM)}
+        assert set(found) == set(OUTSIDE)
+        assert set(found.values()) <= refused
+
+
+def test_missing_protection_is_named_first(monkeypatch, folder):
+    monkeypatch.setenv("OOMPH_WITHOUT", "landlock seccomp")
+    with pytest.warns(UserWarning, match="no landlock and seccomp"):
+        oomph.predict(made("pass"))
+    with pytest.raises(ProgramError, match="cannot send signals"):  # what Python tells
+        oomph.predict(made(f"os.kill({os.getpid()}, 9)"))
 
 
 def test_a_program_may_ask_git_and_start_others_only_if_allowed(folder):

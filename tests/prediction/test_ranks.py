@@ -8,6 +8,7 @@ from torch import nn
 
 import oomph
 from oomph import ProgramError, Script, Workload
+from oomph.errors import OomphError
 from oomph.parallel import parse_parallel
 from oomph.planning import ranks_needed
 
@@ -160,6 +161,62 @@ def test_a_script_for_torchrun(tmp_path, capfd):
     )
     (assumed,) = oomph.predict(Script(str(tmp_path / "alone.py"), torchrun=True, ranks=2)).assumptions
     assert "init_process_group" in assumed.text
+
+
+GROUPS = """
+import datetime, random, torch, torch.distributed as dist
+from torch import nn
+from torch.distributed import _coalescing_manager
+state = random.getstate()
+dist.init_process_group("nccl", timeout=datetime.timedelta(minutes=5))
+ranks = dist.get_world_size()
+for backend in ("nccl", "gloo", "cpu:gloo,cuda:nccl"):
+    group = dist.new_group(backend=backend)
+    assert (dist.get_backend(group), group.size()) == (backend, ranks)
+    dist.barrier(group)
+options = dist.ProcessGroupNCCL.Options()
+options.config.cga_cluster_size = 4
+assert dist.new_group([0], pg_options=options).size() == 1
+dist.monitored_barrier(dist.new_group(backend="gloo"))
+a, b = torch.ones(8).cuda(), torch.ones(8).cuda()
+with _coalescing_manager(async_ops=True) as manager:
+    dist.all_reduce(a)
+    dist.all_reduce(b)
+manager.wait()
+sizes = [torch.empty(1, dtype=torch.int64, device="cuda") for _ in range(ranks)]
+dist.all_gather(sizes, torch.tensor([3], device="cuda"))
+assert [each.item() for each in sizes] == [3] * ranks
+objects = [None] * ranks
+dist.all_gather_object(objects, {"a": 1}, group=dist.new_group(backend="gloo"))
+assert objects == [{"a": 1}] * ranks
+store = dist.TCPStore("localhost", 29500, ranks, is_master=True)
+store.set("key", "value")
+assert store.get("key") == b"value"
+assert len(torch.cuda.default_generators) == torch.cuda.device_count() == ranks
+assert random.getstate() == state
+model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 2, 3)).cuda()
+model = nn.parallel.DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(model), device_ids=[0])
+for _ in range(3):
+    model(torch.randn(4, 3, 16, 16).cuda()).mean().backward()
+"""
+
+
+def test_process_groups_of_a_script_have_the_backends_that_it_names(tmp_path):
+    (tmp_path / "train.py").write_text(GROUPS)
+    found = oomph.predict(Script(str(tmp_path / "train.py"), torchrun=True, ranks=4))
+    assert found.ranks == 4
+    # What SyncBatchNorm keeps of the 8 channels and sends: mean, 1/std and a count.
+    assert any(each.shape == (1, 4 * (2 * 8 + 1)) for each in found.allocations)
+
+
+def test_an_op_that_only_cuda_has_is_not_the_error_of_the_program():
+    def program():
+        torch.ops.aten._cslt_compress(torch.ones(8, 8, device="cuda"))
+
+    with pytest.raises(OomphError, match=r"_cslt_compress at .*test_ranks\.py:\d+") as raised:
+        oomph.predict(program)
+    assert not isinstance(raised.value, ProgramError)
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.usefixtures("in_process")

@@ -112,6 +112,15 @@ def results_of_kernels():
     for out in (None, wides):
         torch.bmm(halves, halves, out_dtype=torch.float32, out=out)
         torch.baddbmm(wides, halves, halves, out_dtype=torch.float32, out=out)
+    weight, counts = torch.ones(4, device="cuda"), torch.ones(2, device="cuda", dtype=torch.int32)
+    torch.batch_norm_stats(image, 1e-5)  # this and the next are those of SyncBatchNorm
+    mean, inverse = torch.zeros(4, device="cuda"), torch.ones(4, device="cuda")
+    gathered = (mean.expand(2, 4), inverse.expand(2, 4), None, None, 0.1, 1e-5)
+    torch.batch_norm_gather_stats(image, *gathered, 8)
+    torch.batch_norm_gather_stats_with_counts(image, *gathered, counts.float())
+    out = torch.batch_norm_elemt(image, weight, None, mean, inverse, 1e-5)
+    torch.batch_norm_backward_reduce(out, image, mean, inverse, weight, True, True, True)
+    torch.batch_norm_backward_elemt(out, image, mean, inverse, weight, mean, mean, counts)
 
 
 def composites():

@@ -67,6 +67,29 @@ def test_an_endless_loop_ends_after_three_steps_with_the_peak_of_its_step(predic
     assert "not real" in script.notes[0].text
 
 
+def test_an_update_in_parts_is_one_step_and_making_the_state_is_none(predicted):
+    """As DeepSpeed does: one call of the optimizer per group of parameters, also before training."""
+    parts = """
+weights, biases = ([p for p in model.parameters() if p.dim() == d] for d in (2, 1))
+optimizer = torch.optim.AdamW(weights)
+def update():
+    for part in (weights, biases):
+        optimizer.param_groups[0]["params"] = part
+        optimizer.step()
+for parameter in model.parameters():
+    parameter.grad = torch.zeros_like(parameter)
+update()
+for _ in range(9):
+    model(torch.randn(2048, 256, device="cuda")).square().mean().backward()
+    update()
+"""
+    found = predicted(MODEL + parts)
+    first, *later = [step.allocated for step in found.steps]
+    assert len(later) == 2
+    assert later[0] == later[1] == pytest.approx(first, rel=0.01)
+    assert found.interval is None
+
+
 @pytest.mark.parametrize(("longest", "differ"), [(1, False), (32, True)])
 def test_a_note_says_where_steps_need_different_amounts(predicted, longest, differ):
     steps = ENDLESS.replace("while True", f"for times in (1, 1, {longest})").replace("(batch", "(times * 256")
@@ -526,6 +549,13 @@ for part in model.modules():
 model(torch.ones(4, 256).cuda()).sum().backward()
 torch.optim.SGD(model.parameters()).step()
 """,
+    "TensorBoard draws the graph of the model, which is empty": """
+from torch.utils.tensorboard import SummaryWriter
+with SummaryWriter("logs") as writer:
+    writer.add_graph(model, torch.ones(4, 256).cuda())
+model(torch.ones(4, 256).cuda()).sum().backward()
+torch.optim.SGD(model.parameters()).step()
+""",
     "safetensors are read back, and tied weights found": """
 from safetensors.torch import load_file, save_model
 tied = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)).cuda()
@@ -587,8 +617,8 @@ train(rows[1]["size"])
 
 @pytest.mark.parametrize("name", WORKS)
 def test_what_works_on_a_gpu_works(predicted, name):
-    if name.startswith(("datasets", "tokenizers")):
-        pytest.importorskip(name.split()[0])
+    if name.startswith(("datasets", "tokenizers", "TensorBoard")):
+        pytest.importorskip(name.split()[0].lower())
     assert predicted(MODEL + STEPS + WORKS[name], steps=9).peak.allocated
 
 

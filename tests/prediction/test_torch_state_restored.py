@@ -17,7 +17,7 @@ from torch.optim import optimizer as optim
 
 import oomph
 from oomph import ProgramError, gpus
-from oomph.prediction.api import call_on_fake_gpu, trace
+from oomph.prediction.child import call_on_fake_gpu, trace
 
 
 def torch_state():

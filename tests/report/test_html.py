@@ -9,7 +9,7 @@ from benchmarks.report.traces import FORWARD, MiB, data_of, hostile, page, train
 
 from oomph.records import Diagnosis, Finding, FixUse, Measurement, OpDifference, Plan, PredictedFixes, Site
 from oomph.report.diagnosis import diagnosis_text
-from oomph.report.html import MOMENTS, html_report
+from oomph.report.html import MOMENTS, Page, html_report
 from oomph.report.measurement import Comparison
 from oomph.report.terminal import report_console, report_text
 
@@ -37,6 +37,17 @@ def test_what_is_alive_at_each_moment_equals_the_replayed_events():
         ops |= {found["ops"][op]} if size else set()
     assert {name: size for name, size in by_module.items() if size} == dict(run.by_module())
     assert ops == {alive.allocation.op.removeprefix("aten.") for alive in run.at_peak}
+
+
+def test_a_plan_has_its_host_memory_and_the_command_that_applies_it():
+    run = trained()
+    before = PredictedFixes((), run.peak, False, 1.0, 1.0)
+    after = PredictedFixes((FixUse("activation_offloading"),), run.peak, True, 1.3, 1.3, host_bytes=3 << 30)
+    plan = Plan(after.fixes, True, "tiny", "Tiny", 1 << 29, before, after, ("exact",))
+    shown = Page("train.py --lr 1", [("as it is", run)], plan=plan, plan_file="plan.json")
+    found = data_of(html_report(shown))["plan"]
+    assert found["host"] == 3 << 30
+    assert found["commands"] == ["oomph run --plan plan.json train.py --lr 1"]
 
 
 def test_strings_cannot_break_the_file():
@@ -73,7 +84,7 @@ def opened(browser, tmp_path_factory):
     run = trained()
     before = PredictedFixes((), run.peak, False, 1.0, 1.0)
     after = PredictedFixes(
-        (FixUse("activation_checkpointing"),), replace(run.peak, device=1 << 28), True, 1.3, 1.3
+        (FixUse("activation_checkpointing"),), replace(run.peak, device=1 << 28), True, 1.3, 1.3, 3 << 30
     )
     plan = Plan(after.fixes, True, "tiny", "Tiny", 1 << 29, before, after, ("exact",), front=(before, after))
     finding = Finding(
@@ -85,6 +96,7 @@ def opened(browser, tmp_path_factory):
     sections = {
         "findings": [finding],
         "plan": plan,
+        "plan_file": "plan.json",
         "measured": [Comparison("run", run, measured, (difference,))],
     }
     file = tmp_path_factory.mktemp("html") / "report.html"
@@ -103,6 +115,8 @@ def test_all_sections_are_there(opened):
     assert "Does not fit" in opened.value("document.querySelector('h1').innerText.replace('does', 'Does')")
     assert "def forward" in text(opened, "#findings")
     assert "activation_checkpointing" in text(opened, "#plan")
+    assert "--plan plan.json" in text(opened, "#plan .commands")
+    assert "3.0 GiB of host memory" in text(opened, "#plan")
     assert "0.00 %" in text(opened, "#measured")
 
 
@@ -194,5 +208,5 @@ def test_the_caller_of_a_library_has_a_line_of_its_own(browser, tmp_path):
     lines = browser.value(f"[...{codes}].map(one => one.innerText)")
     assert [line.split(":")[0] for line in lines] == [
         '"""Scripted predictions for the report',
-        "first called from /a/train.py",
+        "called from /a/train.py",
     ]
