@@ -3,5 +3,5 @@
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+SOURCES = (str(ROOT / "src"), str(ROOT / "lab" / "src"), str(ROOT))  # for the path of other processes
 RESULTS = ROOT / "benchmarks" / "results"  # committed rows
-CONFIGS = ROOT / "configs"

@@ -17,16 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+from lab.benchmarks import RESULTS as LAB_RESULTS
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from benchmarks import RESULTS, ROOT
-from benchmarks.ops.bars import tokens_of
 from benchmarks.ops.rows import Row, read_rows
+from benchmarks.ops.thresholds import tokens_of
 from benchmarks.tables import SYSTEMS, system_rows
 
-DOCS = ROOT / "docs"
+DOCS, LAB_DOCS = ROOT / "docs", ROOT / "lab" / "docs"
 OURS, PEER, NEUTRAL = "#cf5b00", "#0969da", "#6e7781"
 CARDS = {24: "24 GiB", 80: "80 GiB"}
 STYLE = {
@@ -166,7 +167,7 @@ def systems() -> None:
 
 def training() -> None:
     """Loss curves of the measured training runs."""
-    runs = json.loads((RESULTS / "training_h200.json").read_text(encoding="utf-8"))
+    runs = json.loads((LAB_RESULTS / "training_h200.json").read_text(encoding="utf-8"))
     columns = 4
     lines = math.ceil(len(runs) / columns)
     figure, panels = plt.subplots(lines, columns, figsize=(13, 2.2 * lines), squeeze=False)
@@ -212,13 +213,13 @@ _DECODERS = {  # file of ginr_samples, or the run of its quality -> what it is
 
 def ginr() -> None:
     """Held-out crops after 200 steps. A sample has the originals in its upper half."""
-    pictures = {name: plt.imread(RESULTS / "ginr_samples" / f"{name}.png") for name in _DECODERS}
-    originals = pictures["self"][: len(pictures["self"]) // 2]
+    images = {name: plt.imread(LAB_RESULTS / "ginr_samples" / f"{name}.png") for name in _DECODERS}
+    originals = images["self"][: len(images["self"]) // 2]
     rows = {"held-out originals": originals}
-    rows |= {title: pictures[name][len(pictures[name]) // 2 :] for name, title in _DECODERS.items()}
+    rows |= {title: images[name][len(images[name]) // 2 :] for name, title in _DECODERS.items()}
     figure, axes = plt.subplots(len(rows), 1, figsize=(7, 0.92 * len(rows)))
-    for each, (title, picture) in zip(axes, rows.items(), strict=True):
-        each.imshow(picture, interpolation="nearest", extent=(0, 8, 0, 1))
+    for each, (title, image) in zip(axes, rows.items(), strict=True):
+        each.imshow(image, interpolation="nearest", extent=(0, 8, 0, 1))
         each.set_ylabel(title, rotation=0, ha="right", va="center")
         each.set_xticks([])
         each.set_yticks([])
@@ -229,7 +230,7 @@ def ginr() -> None:
 
 def _save(figure: Figure, name: str, title: str) -> None:
     figure.suptitle(title, fontsize=10)
-    path = DOCS / f"{name}.svg"
+    path = (LAB_DOCS if name in ("systems", "training", "ginr") else DOCS) / f"{name}.svg"
     figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
     print(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 

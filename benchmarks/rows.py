@@ -11,10 +11,11 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks import ROOT
+from benchmarks import ROOT, SOURCES
 
 R = TypeVar("R")
 Row = Any  # a dataclass, or a mapping of its columns
@@ -61,16 +62,24 @@ def write(path: Path, rows: Iterable[Row], columns: Iterable[str] = ()) -> None:
     partly.replace(path)
 
 
-Bar = tuple[str, str, float, float]  # what, unit, measured, and its bar: at most that
+Threshold = tuple[str, str, float, float]  # what, unit, measured, and its threshold: at most that
 
 
-def write_bars(path: Path, bars: Iterable[Bar], kept: Sequence[dict[str, str]] = ()) -> bool:
+def revision() -> dict[str, str]:
+    """Of what is measured: columns for every row."""
+    asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return {"commit": asked.stdout.strip() or "?", "date": date.today().isoformat()}
+
+
+def write_thresholds(
+    path: Path, thresholds: Iterable[Threshold], kept: Sequence[dict[str, str]] = ()
+) -> bool:
     """Print and write each as it comes, after those that are kept; whether all hold."""
     rows = list(kept)
-    for what, unit, measured, bar in bars:
-        holds = "yes" if abs(measured) <= bar else "no"
-        values = (what, unit, f"{measured:.3g}", f"{bar:g}", holds)
-        rows.append(dict(zip(("what", "measure", "measured", "bar", "holds"), values, strict=True)))
+    for what, unit, measured, threshold in thresholds:
+        holds = "yes" if abs(measured) <= threshold else "no"
+        values = (what, unit, f"{measured:.3g}", f"{threshold:g}", holds)
+        rows.append(dict(zip(("what", "measure", "measured", "threshold", "holds"), values, strict=True)))
         print(*values, sep="  ", flush=True)
         write(path, rows)
     return all(row["holds"] == "yes" for row in rows)
@@ -134,7 +143,7 @@ def in_process(module: str, *words: str, seconds: float | None = None, **variabl
 
     Raises RuntimeError with the last lines of its stderr where it ends without a result.
     """
-    paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    paths = [*SOURCES, os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **variables}
     command = [sys.executable, "-m", module, *words]
     try:

@@ -1,4 +1,4 @@
-"""Write the committed rows into the tables of README.md and docs/.
+"""Write the committed rows into the tables of README.md, docs/ and lab/docs/.
 
     python -m benchmarks.tables
 
@@ -7,17 +7,22 @@ A table stands between the comments `<!-- name -->` and `<!-- /name -->`; the te
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
+
+from lab.benchmarks import RESULTS as LAB_RESULTS
+from lab.benchmarks.systems.claims import stored_figures
+from lab.benchmarks.systems.claims_ginr import solution
+from lab.benchmarks.systems.figures import SEEDS
 
 from benchmarks import RESULTS, ROOT
+from benchmarks.accuracy.intervals import found_of, share
 from benchmarks.rows import errors_of, median, stored, worst
-from benchmarks.systems.claims import stored_figures
-from benchmarks.systems.claims_ginr import solution
-from benchmarks.systems.figures import SEEDS
 from oomph import gpus
-from oomph.systems import SYSTEMS as REGISTRY
+from oomph_lab.systems import SYSTEMS as REGISTRY
 
 # A system, what failed, its naive and its model row, and what is to be known of the pair.
 SYSTEMS = (
@@ -154,7 +159,7 @@ def commands(system: str) -> str:
 
 def story(system: str) -> str:
     """The stored outcome of `oomph systems NAME`."""
-    rows = [row for row in stored(RESULTS / "stories.csv") if row["system"] == system]
+    rows = [row for row in stored(LAB_RESULTS / "stories.csv") if row["system"] == system]
     cells = [
         (
             row["form"],
@@ -208,19 +213,21 @@ def solutions() -> str:
 
 def held_out() -> str:
     """Every system's error on held-out data before and after training."""
-    rows = [row.values() for row in stored(RESULTS / "held_out.csv")]
+    rows = [row.values() for row in stored(LAB_RESULTS / "held_out.csv")]
     return _table("run | seed | steps | held out | before | after", rows)
 
 
 def audit(system: str) -> str:
     """What a report names apart from figures, and where it is."""
     report = REGISTRY[system].report
-    rows = [(row["item"], row["here"]) for row in stored(RESULTS / "audit.csv") if row["report"] == report]
+    rows = [
+        (row["item"], row["here"]) for row in stored(LAB_RESULTS / "audit.csv") if row["report"] == report
+    ]
     return _table("item | here", rows)
 
 
 def system_rows() -> dict[str, dict[str, str]]:
-    return {row["name"]: row for row in stored(RESULTS / "systems.csv")}
+    return {row["name"]: row for row in stored(LAB_RESULTS / "systems.csv")}
 
 
 # ------------------------------------------------------------------------------------------- training
@@ -243,10 +250,10 @@ FIGURES = {"perplexity": "perplexity {:,.1f}", "psnr": "{:.2f} dB", "matching": 
 
 def training() -> str:
     """Every run; those with several seeds are in the table of the solutions."""
-    rows = [row for row in stored(RESULTS / "training.csv") if ", seed " not in row["name"]]
+    rows = [row for row in stored(LAB_RESULTS / "training.csv") if ", seed " not in row["name"]]
     lines = [
-        f"Measured on one {rows[0]['gpu']} (`benchmarks.training`). The loss is the mean over a tenth of the",
-        "steps at either end; speed is in tokens, for ginr in images, in brackets where runs shared the GPU.",
+        f"Measured on one {rows[0]['gpu']} (`lab.benchmarks.training`). The loss is the mean over a tenth of",
+        "the steps at either end; speed is in tokens, for ginr in images; in brackets: runs shared the GPU.",
         "The allocator does not count what replays of CUDA graphs use (`training.cuda_graph`): their peak is",
         "what is allocated beside the graphs plus what a pass used while it was captured.",
         "",
@@ -265,14 +272,14 @@ def training() -> str:
         )  # fmt: skip
     titles = "run | steps | per step | per second | peak | predicted | loss | held out"
     changed = [f"- {row['name']}: `{row['changes']}`" for row in rows if row["changes"]]
-    more = ["", "What differs from the files in configs/:", "", *changed]
+    more = ["", "What differs from the configs:", "", *changed]
     return "\n".join([*lines, _table(titles, cells, 7), *more])
 
 
 def long_context() -> str:
     """Report 002's model on one card, and the peer at the longest context that it has there."""
-    runs = {row["name"]: row for row in stored(RESULTS / "training.csv")}
-    peers = stored(RESULTS / "longctx_peer_h200.csv")
+    runs = {row["name"]: row for row in stored(LAB_RESULTS / "training.csv")}
+    peers = stored(LAB_RESULTS / "longctx_peer_h200.csv")
     cells = []
     for name, (title, allowed) in LONG_RUNS.items():
         row = runs[name]
@@ -295,7 +302,7 @@ def long_context() -> str:
 
 
 def overhead() -> str:
-    rows = stored(RESULTS / "training_overhead_h200.csv")
+    rows = stored(LAB_RESULTS / "training_overhead_h200.csv")
     cells = [
         (
             row["config"],
@@ -367,12 +374,45 @@ def accuracy() -> str:
     return "\n".join(lines)
 
 
+def intervals() -> str:
+    """Of programs that were drawn after the intervals were set (seed 3)."""
+    rows = []
+    stored_rows = stored(RESULTS / "intervals_h200.csv")
+    for kind, name in (
+        ("convolution", "convolutions"),
+        ("data", "sizes that depend on values"),
+        ("compiled", "compiled"),
+    ):
+        found = found_of([row for row in stored_rows if row["seed"] == "3"], kind)
+        if found is None:
+            continue
+        median, tenth = found.widths["allocated"]
+        of_reserved = found.widths["reserved"]
+        rows.append(
+            (
+                f"{name}, {found.programs}",
+                share(found.inside["allocated"]),
+                f"{100 * median:.1f}, {100 * tenth:.0f} %",
+                share(found.inside["reserved"]),
+                f"{100 * of_reserved[0]:.0f}, {100 * of_reserved[1]:.0f} %",
+                share(found.too_close),
+                share(found.fits_wrongly),
+                share(found.refused_wrongly),
+            )
+        )
+    titles = (
+        "programs | allocated inside | width: median, 90th percentile | reserved inside | width | "
+        "too close to call | fits, and fails | does not fit, and runs"
+    )
+    return _table(titles, rows)
+
+
 def speed() -> str:
     rows = [
         (
             SPEED[row["case"]],
             f"{float(row['seconds']):.1f} s",
-            f"{float(row['bar_seconds']):g} s" if row["bar_seconds"] else "",
+            f"{float(row['threshold_seconds']):g} s" if row["threshold_seconds"] else "",
             f"{row['host_gib']} GiB",
         )
         for row in stored(RESULTS / "speed.csv")
@@ -490,6 +530,52 @@ def _op_rows(op: str) -> dict[tuple[str, str], dict[str, str]]:
     return {(row["shape"], row["contender"]): row for row in rows if row["op"] == op}
 
 
+class PublicPrograms(NamedTuple):
+    """What became of the programs that were tried, at the first try."""
+
+    tried: int
+    repositories: int
+    unpredicted: int  # measured
+    not_run: int  # not measured: they failed by themselves, or lacked a package or data
+    allocated: list[float]  # errors, in percent
+    reserved: list[float]
+
+    @classmethod
+    def of(cls, rows: Sequence[dict[str, str]]) -> PublicPrograms:
+        allocated, reserved = (errors_of(rows, f"{kind}_error_percent") for kind in ("allocated", "reserved"))
+        measured = sum(bool(row["measured_allocated"]) for row in rows)
+        repositories = len({row["repository"] for row in rows if "/" in row["repository"]})
+        unpredicted, not_run = measured - len(allocated), len(rows) - measured
+        return cls(len(rows), repositories, unpredicted, not_run, allocated, reserved)
+
+    def quantiles(self) -> str:
+        within = sum(abs(one) <= 2 for one in self.allocated)
+        share = within / (len(self.allocated) + self.unpredicted)
+        return (
+            f"allocated: median error {median(self.allocated):.2f} %, 90th percentile "
+            f"{_of_ten(self.allocated):.1f} %, worst {worst(self.allocated):+.0f} %, {within} within 2 % "
+            f"({100 * share:.0f} % of those measured); reserved: median {median(self.reserved):.2f} %, 90th "
+            f"percentile {_of_ten(self.reserved):.1f} %, worst {worst(self.reserved):+.0f} %"
+        )
+
+
+def _of_ten(errors: Sequence[float]) -> float:
+    """The error that nine of ten do not exceed."""
+    return sorted(map(abs, errors))[math.ceil(0.9 * len(errors)) - 1]
+
+
+def public_programs() -> str:
+    counts = PublicPrograms.of(stored(RESULTS / "public_programs_h200.csv"))
+    return (
+        f"{counts.tried} training programs, of {counts.repositories} public repositories and of libraries, "
+        "were tried (`public_programs_h200.csv`):\n\n"
+        f"- {len(counts.allocated)} were predicted before they were measured; {counts.unpredicted} were "
+        "measured without a prediction (it failed,\n  took too long or was not made before); "
+        f"{counts.not_run} could not be compared, because they did not run or were not measured\n"
+        f"- {counts.quantiles()}"
+    )
+
+
 def evidence() -> str:
     """One line for each claim of the README, with the file that holds its rows."""
     steps = stored(RESULTS / "accuracy.csv")
@@ -509,13 +595,14 @@ def evidence() -> str:
             f"{median(reserved):.2f} %, worst {worst(reserved):+.2f} %"
         )
         lines.append((f"peak of {len(errors)} {title}, predicted", found, f"{file}.csv"))
-    public = stored(RESULTS / "public_programs_h200.csv")
-    errors, reserved = (errors_of(public, f"{kind}_error_percent") for kind in ("allocated", "reserved"))
+    counts = PublicPrograms.of(stored(RESULTS / "public_programs_h200.csv"))
     found = (
-        f"allocated: median error {median(errors):.2f} %, {sum(abs(one) <= 2 for one in errors)} within 2 %; "
-        f"reserved: median {median(reserved):.2f} %, {sum(abs(one) <= 6 for one in reserved)} within 6 %"
+        f"{counts.unpredicted} had no prediction by then (it failed, took too long or was not made), "
+        f"{counts.not_run} could not be compared; {counts.quantiles()}"
     )
-    title = f"peak of {len(errors)} public programs, predicted before they were measured"
+    title = (
+        f"peak of {counts.tried} public programs, {len(counts.allocated)} predicted before they were measured"
+    )
     lines.insert(3, (title, found, "public_programs_h200.csv"))
     capped, plans = stored(RESULTS / "capped_h200.csv"), stored(RESULTS / "plans_h200.csv")
     done, ran = ([row for row in rows if row["ran"] == "True"] for rows in (capped, plans))
@@ -550,19 +637,36 @@ def evidence() -> str:
         ours, theirs = (_op_rows(op)[shape, name] for name in ("oomph", peer))
         sizes = f"{number(ours['peak_mib'])} MiB against {number(theirs['peak_mib'])}"
         lines.append((f"{title}, {shape}", f"{_ratio(ours, theirs)} x fla's time, {sizes}", "ops_h200.csv"))
-    runs = {row["name"]: row for row in stored(RESULTS / "training.csv")}
+    runs = {row["name"]: row for row in stored(LAB_RESULTS / "training.csv")}
     long = runs["longctx_4b_24gb, attention kept"]
     title = (
         f"{long['steps']} training steps of a 4B model at 131,072 tokens, attention's results kept in host "
         "memory, process limited to 23 GiB"
     )
     size = f"{float(long['measured_mib']) / 1024:.1f} GiB allocated"
-    lines.append((title, f"{number(long['tokens_per_second'])} tokens/s, {size}", "training.csv"))
+    lines.append((title, f"{number(long['tokens_per_second'])} tokens/s, {size}", "training.csv, in lab/"))
     return _table("what | measured | rows in `benchmarks/results/`", lines)
 
 
 def _ratio(ours: dict[str, str], theirs: dict[str, str]) -> str:
     return f"{float(ours['median_ms']) / float(theirs['median_ms']):.2f}"
+
+
+def public() -> str:
+    """Public programs: how many are close, and those that are not."""
+    rows = stored(RESULTS / "public_programs_h200.csv")
+    cells = [
+        (
+            row["program"],
+            row["repository"],
+            *(percent(row[f"{kind}_error_percent"]) for kind in ("allocated", "reserved")),
+            row["note"],
+        )
+        for row in rows
+        if row["allocated_error_percent"] and abs(float(row["allocated_error_percent"])) > 2
+    ]
+    header = "program | repository | allocated | reserved | note"
+    return f"{public_programs()}\n\nThose that were more than 2 % off:\n\n{_table(header, cells)}"
 
 
 def compiled() -> str:
@@ -592,13 +696,19 @@ def ranks_measured() -> str:
 Tables = Mapping[str, Callable[[], str]]
 FILES: Mapping[str, Tables] = {
     "README.md": {"evidence": evidence, "systems": systems},
-    "docs/accuracy.md": {"accuracy": accuracy, "fixes": fixes, "speed": speed},
+    "docs/accuracy.md": {
+        "accuracy": accuracy,
+        "fixes": fixes,
+        "public": public,
+        "intervals": intervals,
+        "speed": speed,
+    },
     "docs/many_gpus.md": {"ranks": ranks_simulated, "ranks measured": ranks_measured},
     "docs/torch_compile.md": {"compiled": compiled},
     "docs/ops.md": {"losses": losses, "other ops": other_ops},
-    "docs/systems.md": {"systems": systems, "races": races, "held out": held_out},
+    "lab/docs/systems.md": {"systems": systems, "races": races, "held out": held_out},
     **{
-        f"docs/report_{system.report}.md": {
+        f"lab/docs/report_{system.report}.md": {
             name: partial(peaks, name),
             f"failed {name}": partial(failed, name),
             f"commands {name}": partial(commands, name),
@@ -609,7 +719,7 @@ FILES: Mapping[str, Tables] = {
         }
         for name, system in REGISTRY.items()
     },
-    "docs/training.md": {"training": training, "overhead": overhead, "long context": long_context},
+    "lab/docs/training.md": {"training": training, "overhead": overhead, "long context": long_context},
 }
 
 

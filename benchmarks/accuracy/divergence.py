@@ -13,7 +13,7 @@ from typing import Any
 
 from oomph import gpus
 from oomph.measurement.oplog import describe, op_differences
-from oomph.prediction.api import predict_ops
+from oomph.prediction.child import predict_ops
 from oomph.records import OpRow
 
 

@@ -470,7 +470,7 @@ def compare(measured: Path, names: list[str]) -> None:
         )
 
 
-# A convolution of square pictures with square kernels, padded by half a kernel.
+# A convolution of square images with square kernels, padded by half a kernel.
 COLUMNS = ("batch", "in_channels", "out_channels", "kernel", "stride", "size", "dtype", "channels_last")
 PASSES = ("forward", "data", "weight")
 CHANNELS = (8, 16, 32, 48, 64, 96, 128, 256, 512)
@@ -499,7 +499,7 @@ def convolution_cases(count: int) -> list[dict[str, Any]]:
 
 def convolution_table() -> list[dict[str, Any]]:
     """The cases of src/oomph/prediction/cuda/convolutions_h200.csv.gz: grids, in NCHW."""
-    powers, pictures, channels = (4, 8, 16, 32, 64, 128, 256), (7, 14, 28, 56, 112, 224), CHANNELS_OF_TABLE
+    powers, sides, channels = (4, 8, 16, 32, 64, 128, 256), (7, 14, 28, 56, 112, 224), CHANNELS_OF_TABLE
     many = (64, 128, 256, 512, 1024, 2048)
     grids: list[tuple[str, tuple[tuple[int, int], ...], *tuple[tuple[int, ...], ...]]] = [
         ("float32", ((3, 1),), powers, (1, 2, 4, 8, 16, 32, 64, 128, 256), (1, *channels)),
@@ -510,8 +510,8 @@ def convolution_table() -> list[dict[str, Any]]:
             (1, 4, 16, 64, 256),
             (1, *channels),
         ),
-        ("float32", ((3, 1), (3, 2)), pictures, (1, 8, 32, 64, 128, 256), channels),
-        ("float32", ((1, 2),), pictures[1:4], (8, 32, 64, 128, 256), many),
+        ("float32", ((3, 1), (3, 2)), sides, (1, 8, 32, 64, 128, 256), channels),
+        ("float32", ((1, 2),), sides[1:4], (8, 32, 64, 128, 256), many),
         ("bfloat16", ((1, 2), (3, 1), (3, 2), (4, 2), (5, 1), (7, 2)), powers, (2, 16, 128), channels),
     ]
     return [

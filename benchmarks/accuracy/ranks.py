@@ -119,7 +119,7 @@ def workload(run: Run) -> Any:
 
     import oomph
     from oomph.parallel import parse_parallel
-    from oomph.systems.longctx import LongContextConfig
+    from oomph_lab.systems.longctx import LongContextConfig
 
     heads, hidden = (32, 9216) if run.width == 2560 else (8, 3 * run.width)  # report 002's, or a small one
     shape = (run.width, run.layers, heads, 8, run.width // heads, hidden)

@@ -121,7 +121,9 @@ def compare(path: Path) -> None:
             if measured:
                 errors[kind].append(abs(predicted(row, bool(backward)) / measured - 1))
     for kind, found in errors.items():
-        close = ", ".join(f"{sum(e <= bar for e in found)} within {bar:.1%}" for bar in (0.001, 0.01))
+        close = ", ".join(
+            f"{sum(e <= threshold for e in found)} within {threshold:.1%}" for threshold in (0.001, 0.01)
+        )
         print(f"{kind}: {len(found)} passes, {close}, worst {max(found):.1%}")
 
 

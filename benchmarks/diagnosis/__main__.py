@@ -15,8 +15,8 @@ from pathlib import Path
 
 import oomph
 from benchmarks.rows import write
-from oomph.cli.targets import open_target
 from oomph.records import Diagnosis
+from oomph_lab.cli.targets import ConfigTarget
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER.parent / "results" / "diagnosis.csv"
@@ -88,8 +88,8 @@ def main(arguments: list[str]) -> None:
             _print(rows[-1])
     for name, pattern in SYSTEMS.items() if "--systems" in arguments else ():
         began = time.perf_counter()
-        with open_target(f"configs/{name}.yaml", ("form=naive", "data.source=stdlib")) as workload:
-            found = oomph.diagnose(workload)
+        config = ConfigTarget(f"{name}.yaml", ("form=naive", "data.source=stdlib"))
+        found = oomph.diagnose(config.workload())
         rows.append({"file": "systems", **row(name, pattern, None, found, time.perf_counter() - began)})
         _print(rows[-1])
     right = sum(bool(each["right"]) for each in rows)

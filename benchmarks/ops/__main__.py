@@ -1,10 +1,10 @@
-"""Ours and every installed peer, side by side: times, peaks, errors, predictions, and the bars.
+"""Ours and every installed peer, side by side: times, peaks, errors, predictions, and the thresholds.
 
     python -m benchmarks.ops [PART ...]               # on a GPU; all parts, or cross_entropy, mlp, kda, ...
     python -m benchmarks.ops --cpu                    # the chunked versions against eager, under a minute
     python -m benchmarks.ops all --tiny               # every contender once at toy sizes, to find mistakes
     python -m benchmarks.ops predict --csv FILE       # anywhere: what oomph.predict says, into stored rows
-    python -m benchmarks.ops bars --csv FILE          # the bars, from stored rows
+    python -m benchmarks.ops thresholds --csv FILE          # the thresholds, from stored rows
 
 Peers are found wherever they can be imported; a folder on PYTHONPATH is enough. Rows go to
 results/ops_<gpu>.csv, in place of the older rows of the same ops, as each case ends.
@@ -35,10 +35,10 @@ from benchmarks.ops import (
     rotary as op_rotary,
     selective_scan as op_selective_scan,
 )
-from benchmarks.ops.bars import report
 from benchmarks.ops.peers import Peer, find_peers, fla_peer
 from benchmarks.ops.rows import Row, merged, read_rows, table, write_rows
 from benchmarks.ops.runs import Case, Machine, predicted, run_case, this_machine, with_predictions
+from benchmarks.ops.thresholds import report
 from benchmarks.rows import short_name
 
 ErrorRows = Callable[[Machine, Sequence[Peer], bool], Iterator[list[Row]]]
@@ -105,7 +105,9 @@ def default_file(machine: Machine) -> Path:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(CASES)}, all, bars or predict")
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"{', '.join(CASES)}, all, thresholds or predict"
+    )
     parser.add_argument("--rounds", type=int, default=10, help="timed rounds of each contender (default 10)")
     parser.add_argument("--shapes", default="", help="a pattern: only shapes that match; `errors` are one")
     parser.add_argument("--csv", type=Path, help="where the rows go (default results/ops_<gpu>.csv)")
@@ -115,12 +117,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     given = parser.parse_args(arguments)
     names = given.parts or ["all"]
-    unknown = [name for name in names if name not in (*CASES, "all", "bars", "predict")]
+    unknown = [name for name in names if name not in (*CASES, "all", "thresholds", "predict")]
     if unknown or given.rounds < 1:
         wrong = f"there is no part {unknown[0]!r}" if unknown else f"--rounds {given.rounds} is less than 1"
-        print(f"error: {wrong}; valid: {', '.join(CASES)}, all, bars, predict", file=sys.stderr)
+        print(f"error: {wrong}; valid: {', '.join(CASES)}, all, thresholds, predict", file=sys.stderr)
         return 2
-    if names in (["bars"], ["predict"]):
+    if names in (["thresholds"], ["predict"]):
         return _stored(given.csv, names[0])
     if not (given.cpu or given.tiny or torch.cuda.is_available()):
         print(
@@ -149,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if out is not None:  # after each case, so that an interrupted run keeps what it has
                     write_rows(out, merged(read_rows(out), rows, by_shape=bool(given.shapes)))
         print(f"{name}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
-    print(table(rows), "" if given.tiny else report(rows), sep="\n\n")  # toy sizes reach no bars
+    print(table(rows), "" if given.tiny else report(rows), sep="\n\n")  # toy sizes reach no thresholds
     if out is not None:
         print(f"{len(rows)} rows: {out}")
     return 0

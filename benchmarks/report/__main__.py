@@ -1,4 +1,4 @@
-"""The bars of the HTML report.
+"""The thresholds of the HTML report.
 
 python -m benchmarks.report [--rows FILE]    # results/report.csv; needs Chromium
 python -m benchmarks.report --picture        # docs/report.png
@@ -17,7 +17,7 @@ from benchmarks import RESULTS
 from benchmarks.report.browser import Browser
 from benchmarks.report.snapshots import damaged, malicious
 from benchmarks.report.traces import hostile, page, trained
-from benchmarks.rows import Bar, write_bars
+from benchmarks.rows import Threshold, write_thresholds
 from oomph.errors import UserError
 from oomph.report.html import Page, html_report
 from oomph.report.recording import read_snapshot
@@ -26,7 +26,7 @@ from oomph.report.terminal import report_console, report_text
 MiB = 2**20
 
 
-def rows(folder: Path) -> Iterator[Bar]:
+def rows(folder: Path) -> Iterator[Threshold]:
     with Browser() as browser:
         run = trained(steps=3, layers=200, temporaries=1250)
         name = f"trace of {len(run.events):,} events"
@@ -48,7 +48,7 @@ def rows(folder: Path) -> Iterator[Bar]:
     yield from _snapshots(folder)
 
 
-def _snapshots(folder: Path) -> Iterator[Bar]:
+def _snapshots(folder: Path) -> Iterator[Threshold]:
     sentinel = folder / "executed"
     unclear, slowest = 0, 0.0
     files = [*malicious(str(sentinel)), *damaged(1000, seed=1)]
@@ -67,7 +67,9 @@ def _snapshots(folder: Path) -> Iterator[Bar]:
     yield name, "slowest, s", slowest, 1
 
 
-def _page(browser: Browser, file: Path, name: str, given: Page, make: float, usable: float) -> Iterator[Bar]:
+def _page(
+    browser: Browser, file: Path, name: str, given: Page, make: float, usable: float
+) -> Iterator[Threshold]:
     began = time.perf_counter()
     file.write_text(html_report(given))
     yield name, "report made, s", time.perf_counter() - began, make
@@ -86,9 +88,10 @@ def _network(browser: Browser) -> int:
 
 def _four_billion() -> Page:
     from oomph.cli.predict import PredictOptions, predict_target
+    from oomph.cli.targets import find_target
 
-    words = ("form=naive", "data.source=stdlib")
-    return page(predict_target(PredictOptions("configs/longctx_4b.yaml", words, "h200")))
+    options = PredictOptions("longctx_4b.yaml", ("form=naive", "data.source=stdlib"), gpu="h200")
+    return page(predict_target(find_target(options, "predict")))
 
 
 def picture(file: Path) -> None:
@@ -117,7 +120,7 @@ def main() -> None:
     if options.picture:
         return picture(Path("docs/report.png"))
     with tempfile.TemporaryDirectory() as folder:
-        sys.exit(0 if write_bars(options.rows, rows(Path(folder))) else 1)
+        sys.exit(0 if write_thresholds(options.rows, rows(Path(folder))) else 1)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import RESULTS
-from benchmarks.rows import Bar, in_process, send, stored, write_bars
+from benchmarks.rows import Threshold, in_process, send, stored, write_thresholds
 
 STEPS = 3
 RUNS = 5  # of the overhead, with and without in turns
@@ -167,7 +167,7 @@ plain()
 """
 
 
-def accuracy(predict_only: bool = False) -> Iterator[Bar]:
+def accuracy(predict_only: bool = False) -> Iterator[Threshold]:
     for case in CASES:
         predicted = _run("predict", case)
         measured = None if predict_only else _run("measure", case)
@@ -178,13 +178,13 @@ def accuracy(predict_only: bool = False) -> Iterator[Bar]:
                 yield case, f"{name}, % off the measured {b / 2**20:.0f} MiB", 100 * (a / b - 1), 0.5
 
 
-def overhead() -> Iterator[Bar]:
+def overhead() -> Iterator[Threshold]:
     pairs = _run("time", "")
     ratio = statistics.median(recorded / plain for plain, recorded in pairs)
     yield "GPT-2, 4 x 512, a step", "% slower with recording", 100 * (ratio - 1), 3
 
 
-def out_of_memory() -> Iterator[Bar]:
+def out_of_memory() -> Iterator[Threshold]:
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "train.py"
         script.write_text(OUT_OF_MEMORY.format(fraction=0.03))
@@ -223,7 +223,7 @@ def main() -> None:
         list(accuracy(predict_only=True))
         return
     found = itertools.chain(*(PARTS[part]() for part in options.parts or PARTS))
-    write_bars(options.rows, found, kept=stored(options.rows))
+    write_thresholds(options.rows, found, kept=stored(options.rows))
 
 
 if __name__ == "__main__":

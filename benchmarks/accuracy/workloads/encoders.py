@@ -1,4 +1,4 @@
-"""Encoders and encoder-decoders for text, pictures and speech, from Hugging Face configs."""
+"""Encoders and encoder-decoders for text, images and speech, from Hugging Face configs."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def tokens(
 
 
 def images(batch: int, size: int, classes: int = 1000) -> Callable[..., dict[str, Any]]:
-    """Pictures with a class each."""
+    """Images with a class each."""
 
     def make(device: torch.device) -> dict[str, Any]:
         return {

@@ -123,7 +123,7 @@ def _mobilenet_channels_last() -> nn.Module:
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
-def _pictures_channels_last(device: torch.device) -> dict[str, Any]:
+def _images_channels_last(device: torch.device) -> dict[str, Any]:
     batch = images(96, 192)(device)
     batch["pixel_values"] = batch["pixel_values"].to(memory_format=torch.channels_last)
     return batch
@@ -318,7 +318,7 @@ HELD_OUT_LIBRARY = {
     "held-mobilenet-channels-last": Entry(
         Workload(
             _mobilenet_channels_last,
-            _pictures_channels_last,
+            _images_channels_last,
             optimizer=lambda params: torch.optim.RMSprop(params, lr=1e-3, momentum=0.9),
             autocast="float16",
         ),
@@ -326,7 +326,7 @@ HELD_OUT_LIBRARY = {
         convolutions=True,
     ),
     "held-segformer": library_entry(
-        "SegFormer B0, fp32, a class for each pixel, logits resized to the picture",
+        "SegFormer B0, fp32, a class for each pixel, logits resized to the image",
         partial(tr.SegformerConfig, num_labels=19),
         tr.SegformerForSemanticSegmentation,
         _segmented,

@@ -161,7 +161,7 @@ def _translation_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 class Captioner(nn.Module):
-    """torch's own nn.TransformerDecoder: a causal mask over the words, attention to picture features."""
+    """torch's own nn.TransformerDecoder: a causal mask over the words, attention to image features."""
 
     def __init__(self, vocabulary: int = 24000, width: int = 640, layers: int = 6) -> None:
         super().__init__()

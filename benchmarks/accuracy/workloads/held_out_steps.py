@@ -1,6 +1,6 @@
 """Held out: hand-written training steps that nobody tuned the predictor on.
 
-Shapes: B batch, C channels, H and W a picture's sides.
+Shapes: B batch, C channels, H and W a image's sides.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from benchmarks.accuracy.workloads.blocks import (
     low_rank_model,
     next_token_loss,
 )
+from benchmarks.accuracy.workloads.convolutional import BatchNormNet, UNet, class_loss, denoising_loss
 from benchmarks.accuracy.workloads.entry import Entry, adamw
-from benchmarks.accuracy.workloads.pictures import BatchNormNet, UNet, class_loss, denoising_loss
 from oomph.workload import Workload
 
 _aten = torch.ops.aten
@@ -80,20 +80,20 @@ def _padded_sequences(device: torch.device) -> dict[str, torch.Tensor]:
     }
 
 
-def _noisy_pictures(device: torch.device) -> dict[str, torch.Tensor]:
+def _noisy_images(device: torch.device) -> dict[str, torch.Tensor]:
     clean = torch.randn(16, 3, 128, 128, device=device)
     return {"clean": clean, "noisy": clean + torch.randn_like(clean)}
 
 
-def _noisy_pictures_channels_last(device: torch.device) -> dict[str, torch.Tensor]:
-    return {k: v.to(memory_format=torch.channels_last) for k, v in _noisy_pictures(device).items()}
+def _noisy_images_channels_last(device: torch.device) -> dict[str, torch.Tensor]:
+    return {k: v.to(memory_format=torch.channels_last) for k, v in _noisy_images(device).items()}
 
 
 def _channels_last_unet() -> nn.Module:
     return UNet().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
-def _labelled_pictures(device: torch.device) -> dict[str, torch.Tensor]:
+def _labelled_images(device: torch.device) -> dict[str, torch.Tensor]:
     return {
         "x": torch.randn(128, 3, 64, 64, device=device),
         "labels": torch.randint(0, 100, (128,), device=device),
@@ -174,13 +174,13 @@ PLAIN = {
         "three-layer LSTM language model, fp32, RMSprop",
     ),
     "unet": Entry(
-        Workload(UNet, _noisy_pictures, denoising_loss, adamw),
+        Workload(UNet, _noisy_images, denoising_loss, adamw),
         "UNet, fp32",
         convolutions=True,
     ),
     "unet-channels-last": Entry(
         Workload(
-            _channels_last_unet, _noisy_pictures_channels_last, denoising_loss, adamw, autocast="bfloat16"
+            _channels_last_unet, _noisy_images_channels_last, denoising_loss, adamw, autocast="bfloat16"
         ),
         "UNet, channels last, bf16 autocast",
         convolutions=True,
@@ -188,7 +188,7 @@ PLAIN = {
     "batchnorm-convnet": Entry(
         Workload(
             BatchNormNet,
-            _labelled_pictures,
+            _labelled_images,
             class_loss,
             lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9, nesterov=True, weight_decay=1e-4),
         ),
