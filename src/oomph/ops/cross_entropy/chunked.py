@@ -77,7 +77,7 @@ def choose_tile_shape(
     n_tokens = max(1, n_tokens)
     # The allocator may hand out up to 1 MiB more than asked for each large buffer, of which there are two.
     budget -= n_tokens * _BYTES_PER_TOKEN + min(2 * MiB, budget // 16)
-    rows = budget // (_padded(n_classes) * bytes_per_logit)
+    rows = budget // (_padded(n_classes, device) * bytes_per_logit)
     if rows >= n_tokens:
         return LogitTileShape(n_tokens, n_classes)
     if rows >= _MIN_ROWS.get(device, _MIN_ROWS["cuda"]):
@@ -235,7 +235,7 @@ def compute_over_tiles(
         stats.lse.copy_(lse_N)
     if n == 0 and gradients.weight_VD is not None and not gradients.adds_to_weight:
         gradients.weight_VD.zero_()
-    buffer = x_ND.new_empty(min(tile.rows, n), _padded(starts.step))
+    buffer = x_ND.new_empty(min(tile.rows, n), _padded(starts.step, x_ND.device.type))
     grad_x_buffer = None
     if gradients.x_ND is not None and len(starts) > 1:  # summed over tiles of classes, in fp32
         grad_x_buffer = x_ND.new_empty(min(tile.rows, n), x_ND.shape[1], dtype=rows.scale.dtype)
@@ -360,9 +360,13 @@ def _columns_of(x: Tensor, part: slice) -> Tensor:
     return x if part.start == 0 and part.stop >= x.shape[1] else x[:, part]
 
 
-def _padded(n_classes: int) -> int:
-    """The length of a row of logits in memory."""
-    return cdiv(n_classes, _ALIGNMENT) * _ALIGNMENT
+def _padded(n_classes: int, device: str) -> int:
+    """The length of a row of logits in memory.
+
+    Only cuBLAS gains by padding. On processors with AMX, oneDNN's bf16 matmuls read what is behind a row, and
+    NaN there makes the result NaN (torch 2.13).
+    """
+    return n_classes if device == "cpu" else cdiv(n_classes, _ALIGNMENT) * _ALIGNMENT
 
 
 # All logits at once ----------------------------------------------------------------------------------
