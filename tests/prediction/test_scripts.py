@@ -725,3 +725,9 @@ order = [batch.tolist() for batch in torch.utils.data.DataLoader(range(64), 16, 
     with torch.random.fork_rng(devices=()):
         exec(seeded, real)
         assert predicted(f"{seeded}\nassert order == {real['order']}\n{steps}").peak.allocated
+
+
+def test_what_comes_after_the_last_step_is_no_step_that_differs(predicted):
+    found = predicted(ENDLESS.replace("while True", "for _ in range(5)"), steps=8)
+    assert found.interval is None
+    assert not any("from step to step" in note.text for note in found.notes)

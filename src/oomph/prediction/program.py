@@ -781,7 +781,7 @@ class _ScriptSteps:
         if why or not self._script.model:
             why = why or f"after {self._steps_made()}: {later}"
             self._tracer.recorder.note(f"{self._script.name} was stopped {why}")
-        self._tracer.stopped_within_step = len(self._counts) > 1
+        self._tracer.several_optimizers = self._tracer.last_step_is_partial = len(self._counts) > 1
         self._tracer.work.keep_step()
         self._tracer.label_parameters()
         self._finish(self._tracer)
@@ -847,6 +847,7 @@ class _ScriptSteps:
         """The script has ended by itself; `ended_at`: where, if by sys.exit."""
         name, steps = self._script.name, self.trained
         self._tracer.work.keep_step()
+        self._tracer.last_step_is_partial = 0 < steps < self._tracer.step
         self._check_gpu(defined, ended_at)
         training = self._tracer.training
         trained, called = training.ran_backward, self._tracer.modules.completed

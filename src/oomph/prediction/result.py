@@ -82,9 +82,10 @@ def prediction_of(
     compiled = tracer.compile_seconds > 0
     residual = margin(unlimited.peak_reserved, allocations, sizes_assumed, compiled, card, torch.__version__)
     off_by = _off_by(replays, unlimited, residual)
-    one_optimizer = isinstance(target, Script) and not tracer.stopped_within_step
+    one_optimizer = isinstance(target, Script) and not tracer.several_optimizers
     peak, needed = (_peak(replayed, events, allocations, card) for replayed in (shown, unlimited))
-    interval = _interval(tracer, needed, others, unlimited, one_optimizer)
+    whole_steps = unlimited.steps[:-1] if tracer.last_step_is_partial else unlimited.steps
+    interval = _interval(tracer, needed, others, unlimited, whole_steps if one_optimizer else ())
     verdict, request = _verdict(replays, unlimited, limit, off_by, residual)
     if needed == peak:
         verdict = _outside(interval, verdict, limit)
@@ -96,7 +97,6 @@ def prediction_of(
         limited = replays[0](limit=limit)
         release_seconds, smaller_workspaces = limited.released * RELEASE_SECONDS, limited.smaller_workspaces
         step_seconds = None if step_seconds is None else step_seconds + release_seconds
-    whole_steps = unlimited.steps[:-1] if tracer.stopped_within_step else unlimited.steps
     growth = tracer.growth.found or _growth(whole_steps, unlimited, events, allocations)
     found = Prediction(
         gpu=card.name if named else None,
@@ -119,7 +119,7 @@ def prediction_of(
             *notes,
             *settings_notes,
             *_notes_on_prediction(card, named, growth, release_seconds, smaller_workspaces, allocations),
-            *_notes_on_steps(unlimited.steps if one_optimizer else (), tracer.batches.lengths_differ()),
+            *_notes_on_steps(whole_steps if one_optimizer else (), tracer.batches.lengths_differ()),
         ),
         seconds=0.0,
         compile_seconds=tracer.compile_seconds,
@@ -183,17 +183,18 @@ def settings_of(tracer: Tracer) -> tuple[AllocatorSettings, list[Note]]:
 
 
 def _interval(
-    tracer: Tracer, peak: Peak, others: Sequence[Peak], run: Replay, one_optimizer: bool
+    tracer: Tracer, peak: Peak, others: Sequence[Peak], run: Replay, steps: Sequence[StepPeak]
 ) -> Interval | None:
     """`others`: with the least and the most of what is estimated. Other values are predicted as well.
+    `steps`: those of one optimizer, from its first to its last.
 
     Other steps may be as far from those that were traced as these are apart, or twice as far, where batches
     differ or layers are dropped. Of a program that is compiled but traced as eager: nanoGPT, measured, kept
     70 % of what is not there for the whole run; half is the least that is expected.
     """
-    steps = sorted(step.allocated for step in run.steps[1:]) if one_optimizer else []
-    apart = _STEPS_APART * (steps[-1] - steps[0]) if steps else 0
-    differ = apart and (tracer.batches.lengths_differ() or steps[-1] > _SAME_SIZES * steps[0])
+    peaks = sorted(step.allocated for step in steps[1:])
+    apart = _STEPS_APART * (peaks[-1] - peaks[0]) if peaks else 0
+    differ = apart and (tracer.batches.lengths_differ() or peaks[-1] > _SAME_SIZES * peaks[0])
     found: list[Interval] = []
     if tracer.estimates.sizes_assumed:
         found.append(calibrated(peak, [], SIZES_DEPEND_ON_VALUES))

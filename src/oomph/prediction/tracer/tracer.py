@@ -227,7 +227,8 @@ class Tracer:
         self.progress: Progress = lambda text, fraction: None
         self.compiling = False  # the program's compiler runs, on fake tensors of its own (compiled.py)
         self.compile_seconds = 0.0
-        self.stopped_within_step = False  # by the last of several optimizers
+        self.several_optimizers = False  # of a script, which count their steps by themselves
+        self.last_step_is_partial = False  # of a script, stopped within it or ended after the one before
         self.blocks_repeated = False  # of a model, without being traced (repeats.py)
         self.reads = 0  # of values that may be guesses, by the program or for a size
         self.repeat_first_step = False  # the passes of a Workload's second step are those of its first
