@@ -534,6 +534,16 @@ def test_a_mask_selects_all_where_the_program_needs_as_many(use):
     oomph.predict(program)
 
 
+def test_a_mask_selects_all_where_as_many_are_written():
+    def program():
+        x = torch.randn(64, 20, device="cuda", requires_grad=True)
+        kept = x.detach().clone()
+        kept[nn.Linear(20, 1, device="cuda")(x)[:, 0] > 0] = torch.ones(64, 20, device="cuda")
+        (kept * x).sum().backward()
+
+    assert oomph.predict(program).interval is None
+
+
 def test_a_wrong_shape_of_what_a_known_mask_selects_is_the_programs_error():
     def program():
         mask = torch.arange(8, device="cuda") > 3

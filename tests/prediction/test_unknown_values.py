@@ -16,7 +16,7 @@ import oomph
 from oomph import gpus
 from oomph.cli.targets import program_error_text
 from oomph.errors import ProgramError
-from oomph.prediction import retry
+from oomph.prediction import Script, retry
 from oomph.prediction.intervals import calibrated
 from oomph.prediction.result import fits_on, verdicts_at
 from oomph.records import SIZES_DEPEND_ON_VALUES
@@ -723,3 +723,26 @@ def test_a_loop_that_fails_in_more_rounds_than_a_guess_allows_has_those():
 
     (assumed,) = oomph.predict(program, gpu="h200").assumptions
     assert "ValueError: second round" in assumed.text
+
+
+LOOP = """import torch
+layer = torch.nn.Linear(8, 8, device="cuda")
+def solve(x):
+    kept = []
+    while True:
+        kept.append(x * 2)
+        if x.sum() < 9{between}and x.max() > 7:{after}break
+    return sum(kept)
+for _ in range(3):
+    solve(layer(torch.randn(4, 8, device="cuda"))).sum().backward()
+"""
+
+
+@pytest.mark.parametrize("between", [" ", " \\\n                "])
+@pytest.mark.parametrize("after", [" ", "\n            "])
+def test_the_format_of_a_loop_does_not_matter(between, after, tmp_path):
+    (tmp_path / "train.py").write_text(LOOP.format(between=between, after=after))
+    (tmp_path / "plain.py").write_text(LOOP.format(between=" ", after=" "))
+    found, plain = (oomph.predict(Script(str(tmp_path / name))) for name in ("train.py", "plain.py"))
+    assert [each.text for each in found.assumptions] == [each.text for each in plain.assumptions]
+    assert found.peak.allocated == plain.peak.allocated

@@ -241,8 +241,7 @@ def _program_error(error: BaseException, tracer: Tracer) -> ProgramError:
     if tracer.batch_sizes is not None and tracer.batch_sizes.resized:
         found.args = (tracer.batch_sizes.explain_failure(found.args[0]),)
     found.last_condition = estimates.last_condition
-    if isinstance(error, (RuntimeError, IndexError)):
-        found.share = estimates.share_stated(str(error))
+    found.share = estimates.share_stated(error)
     found.assumed = tuple(
         f"{site.file}:{site.line}: a condition on values is taken as {taken}"
         for site, taken in list(estimates.conditions.items())[-_CONDITIONS_SHOWN:]

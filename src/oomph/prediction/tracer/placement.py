@@ -64,6 +64,9 @@ class PlacementMode(TorchFunctionMode):
             if handler is not None:
                 return handler(self.tracer, func, args, given)
             return self._call(func, args, given)
+        except (RuntimeError, IndexError) as error:
+            self.tracer.estimates.call_failed(error, args, given)
+            raise
         finally:
             call.handling -= 1
 

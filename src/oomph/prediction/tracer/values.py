@@ -23,7 +23,6 @@ import functools
 import itertools
 import linecache
 import math
-import re
 import sys
 import weakref
 from collections import Counter
@@ -32,7 +31,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -42,7 +41,7 @@ from oomph.prediction.cuda.rules import BoundArguments, Fake, aten_ops, bind, op
 from oomph.prediction.tracer.fast_path import VIEWS
 from oomph.prediction.tracer.work import tensors_in
 from oomph.records import Note, Site
-from oomph.torch_internals import FakeTensor, OpOverload
+from oomph.torch_internals import FakeTensor, OpOverload, tree_leaves
 
 aten = torch.ops.aten
 _MOST_ELEMENTS = 1 << 20  # beyond it a value costs more than it is worth
@@ -1126,6 +1125,8 @@ class ValueEstimates:
         self._site = site
         self._stated = WeakIdKeyDictionary()  # mask -> how many elements the program says it selects
         self._selected: dict[Line, tuple[int, int]] = {}  # guesses: so many of the elements of a mask
+        # Of the last call that failed: the id of its error, and the shapes, rows of masks and numbers given.
+        self._failed: tuple[int, list[tuple[int, ...]], set[int], list[int]] = (0, [], set(), [])
         self._asked: Counter[Line] = Counter()
         as_guessed = frozenset(each[:2] for each in self._assumptions.failed if not each[2])
         self._loops = _Loops(self._assumptions.sizes, as_guessed, allocated)
@@ -1142,7 +1143,7 @@ class ValueEstimates:
         found = self._values.of(tensor)
         value = found.values.reshape(-1)[0].item()
         if found.known and isinstance(value, bool):
-            self._loops.count(self._site() or Site("", 0, ""), value)
+            self._loops.count(_read_at(self._site() or Site("", 0, "")), value)
         return value if found.known else self._answer(value, tensor)
 
     def numbers(self, tensor: torch.Tensor) -> Any:
@@ -1174,12 +1175,12 @@ class ValueEstimates:
 
     def _answer(self, value: Any, condition: torch.Tensor | None = None) -> Any:
         """A guess that the program reads."""
-        site = self._site() or Site("", 0, "")
-        line = site.file, site.line
+        read = _read_at(self._site() or Site("", 0, ""))
+        site, line = read.site, read.line
         self._asked[line] += 1
         asked = self._asked[line]
         failed = [each for each in self._assumptions.failed if each[:2] == line and 0 < each[2] <= asked]
-        answered = self._loops.answer(site, value)
+        answered = self._loops.answer(read, value)
         value = answered.value
         if answered.prolonged:
             self.last_condition = (*line, 0, bool(value))
@@ -1289,24 +1290,34 @@ class ValueEstimates:
         call = OpCall(func, args, kwargs)
         return rule(self, fake, bind(*call), partial(self._values.compute, call))
 
-    def share_stated(self, error: str) -> tuple[str, int, Fraction] | None:
+    def call_failed(self, error: BaseException, args: Any, kwargs: Any) -> None:
+        """A call into torch raised; what it was given says how many elements a mask should have selected."""
+        if not self._selected or self._failed[0] == id(error):  # of the calls that it went through, the first
+            return
+        leaves = tree_leaves((args, kwargs))
+        tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
+        shapes = [tuple(each.shape) for each in tensors]
+        # What a mask selects of another operand, as in x[mask] = y, has no shape before.
+        masks = {each.numel() for each in tensors if each.dtype is torch.bool}
+        rows = {rows for rows, elements in self._selected.values() if elements in masks}
+        numbers = [int(each) for each in leaves if isinstance(each, int | torch.SymInt)]
+        self._failed = id(error), shapes, rows, numbers
+
+    def share_stated(self, error: BaseException) -> tuple[str, int, Fraction] | None:
         """The part of a mask that a line selects, of a program that failed because it gave the selected
         elements a shape, as in x[mask].view(n, 32, 32), that does not go with the guess of their number, or
         because it used them with a tensor as long as the mask, as in x[mask] + y: the mask selects all."""
-        found = re.search(r"shape '\[([-\d, ]+)\]' is invalid for input of size (\d+)", error)
-        if found is None:
-            numbers = {int(each) for each in re.findall(r"\d+", error)}
-            selected = reversed(self._selected.items())
-            lines = (
-                line
-                for line, (rows, elements) in selected
-                if rows != elements and {rows, elements} <= numbers
-            )
-            line = next(lines, None)
-            return line and (*line, Fraction(1))
-        shape, size = [int(each) for each in found[1].split(",")], int(found[2])
-        wanted = math.prod(each for each in shape if each != -1)
-        if -1 in shape:
+        failed, shapes, rows_of_masks, numbers = self._failed
+        if failed != id(error):
+            return None
+        sizes = rows_of_masks.union(*shapes)
+        for line, (rows, elements) in reversed(self._selected.items()):
+            if rows != elements and {rows, elements} <= sizes:
+                return *line, Fraction(1)
+        if len(shapes) != 1:
+            return None
+        size, wanted = math.prod(shapes[0]), math.prod(each for each in numbers if each != -1)
+        if -1 in numbers:
             wanted *= max(round(size / max(wanted, 1)), 1)
         for line, (rows, elements) in reversed(self._selected.items()):
             each = size // max(rows, 1)  # what a selected element has in further dimensions
@@ -1516,6 +1527,10 @@ _MOST_HALVED = 40  # times that a number is halved that a loop waits for
 _MOST_ASKED_ANYWHERE = 10_000  # of a line that does not look like the end of a loop
 
 
+_Position = tuple[float, float]  # a line and a column
+_NOWHERE: _Position = (math.inf, math.inf)
+
+
 class _Answered(NamedTuple):
     """`value` is the guess, or its opposite where the loop is `prolonged`. `cut`: the program gets the other
     answer, once. `rounds`: how often in a row the line got the value. `halved`: it is a part of the guess."""
@@ -1529,43 +1544,39 @@ class _Answered(NamedTuple):
 
 class _Asked(NamedTuple):
     """The last answer of a line, how often in a row, and the bytes allocated then, in one execution of the
-    loop's function: the next execution starts its loop again. `left_at`: where in the bytecode the answer was
-    given that ends the loop. Conditions behind it get it too, as b in `if a and b: break`."""
+    loop's function: the next execution starts its loop again. `left_at`: where in the source the answer was
+    given that ends the loop. Conditions behind it end it, too, as b in `if a and b: break`."""
 
     answer: Any = None
     repeated: int = 0
     allocated: int = 0
     execution: object = None
-    left_at: float = math.inf
+    left_at: _Position = _NOWHERE
 
 
 class _Loops:
     """`sizes`: "fewest", "typical" or "most" rounds. `as_guessed`: files and lines of loops that are not
     prolonged. `allocated`: bytes, now. `kept_memory`: a loop was cut that kept memory in its rounds."""
 
-    def __init__(
-        self, sizes: str, as_guessed: Collection[tuple[str, int]], allocated: Callable[[], int]
-    ) -> None:
+    def __init__(self, sizes: str, as_guessed: Collection[Line], allocated: Callable[[], int]) -> None:
         self._sizes, self._as_guessed, self._allocated = sizes, as_guessed, allocated
-        self._asked: dict[tuple[str, int], _Asked] = {}
-        self._short: set[tuple[str, int]] = set()  # loops that a guess ends after few rounds
+        self._asked: dict[Line, _Asked] = {}
+        self._short: set[Line] = set()  # loops that a guess ends after few rounds
+        self._left: set[Line] = set()  # of those in `cut`
         self.cut: list[Note] = []
         self.kept_memory = False
 
-    def answer(self, site: Site, value: Any) -> _Answered:
-        """The program reads a guess at this line."""
-        end = _loop_ends(site.file).get(site.line)
-        before = self._last(site)
-        frame = _frame(site)
-        place = math.inf if frame is None else frame.f_lasti
-        if before.left_at < place and end is not None and end.goes_on is not None:
-            self._asked[site.file, site.line] = before._replace(left_at=place)
+    def answer(self, read: _Read, value: Any) -> _Answered:
+        """The program reads a guess here."""
+        end, before = read.end, self._last(read)
+        if before.left_at < read.place and end is not None and end.goes_on is not None:
+            self._asked[read.line] = before._replace(left_at=read.place)
             return _Answered(not end.goes_on, 1, False, False, False)
         grew = self._allocated() > before.allocated
         ends = end is not None and end.goes_on is not None and value is (not end.goes_on)
-        prolonged = end is not None and ends and self._runs_longer(site, end, before, grew)
+        prolonged = end is not None and ends and self._runs_longer(read, end, before, grew)
         value = not value if prolonged else value
-        repeated = self.count(site, value)
+        repeated = self.count(read, value)
         if end is None:
             most = _MOST_ASKED_ANYWHERE
         elif not end.in_loop:
@@ -1573,51 +1584,48 @@ class _Loops:
         else:
             most = _ROUNDS["typical"] if self._sizes == "fewest" and grew else _MOST_ASKED
         if repeated > most:
-            self._asked[site.file, site.line] = _Asked(execution=before.execution, left_at=place)
-            self._leave(site, repeated, grew)
+            self._asked[read.line] = _Asked(execution=read.execution, left_at=read.place)
+            self._leave(read, repeated, grew)
         halved = min(repeated - _ROUNDS[self._sizes], _MOST_HALVED)
         halves = end is not None and end.of_number and isinstance(value, float) and halved > 0
         if halves:
             value *= 0.5**halved  # not 0: the program may divide by it
         return _Answered(value, repeated, prolonged, repeated > most, halves)
 
-    def count(self, site: Site, value: Any) -> int:
-        """How often in a row the line got this answer."""
-        last = self._last(site)
-        end = _loop_ends(site.file).get(site.line)
+    def count(self, read: _Read, value: Any) -> int:
+        """How often in a row it got this answer."""
+        end, last = read.end, self._last(read)
         if end is not None and end.together and value is not end.goes_on:  # the other conditions decide
             return last.repeated
         repeated = last.repeated + 1 if last.answer == value or not isinstance(value, bool) else 1
-        self._asked[site.file, site.line] = _Asked(value, repeated, self._allocated(), last.execution)
+        self._asked[read.line] = _Asked(value, repeated, self._allocated(), read.execution)
         return repeated
 
-    def _last(self, site: Site) -> _Asked:
-        last = self._asked.get((site.file, site.line), _Asked())
-        end = _loop_ends(site.file).get(site.line)
-        execution = _execution(site) if end is not None and end.in_loop else None
-        return last if last.execution is execution else _Asked(execution=execution)
+    def _last(self, read: _Read) -> _Asked:
+        last = self._asked.get(read.line, _Asked())
+        return last if last.execution is read.execution else _Asked()
 
-    def _runs_longer(self, site: Site, end: _LoopEnd, last: _Asked, grew: bool) -> bool:
+    def _runs_longer(self, read: _Read, end: _LoopEnd, last: _Asked, grew: bool) -> bool:
         """Whether a loop goes on that a guess would end."""
-        line = site.file, site.line
         again = last.answer == end.goes_on
         rounds = last.repeated * again + end.after_round
         if not end.in_loop or not rounds or (again and not grew):
             return False
         if rounds < _ROUNDS["typical"]:
-            self._short.add(line)
-        if line not in self._short or line in self._as_guessed:
+            self._short.add(read.line)
+        if read.line not in self._short or read.line in self._as_guessed:
             return False
         if rounds < _ROUNDS[self._sizes]:
             return True
-        self._leave(site, rounds, grew)
+        self._leave(read, rounds, grew)
         return False
 
-    def _leave(self, site: Site, rounds: int, grew: bool) -> None:
+    def _leave(self, read: _Read, rounds: int, grew: bool) -> None:
         self.kept_memory |= grew
-        if not any(note.site == site for note in self.cut):
+        if read.line not in self._left:
+            self._left.add(read.line)
             text = f"a loop whose end depends on values was left after {rounds} rounds"
-            self.cut.append(Note(text, site))
+            self.cut.append(Note(text, read.site))
 
 
 def _frame(site: Site) -> FrameType | None:
@@ -1640,14 +1648,10 @@ class _Mark:
         return self
 
 
-def _execution(site: Site) -> object:
-    """What the line's frame is marked with."""
-    frame = _frame(site)
-    if frame is None:
-        return None
-    if not isinstance(frame.f_trace, _Mark):
+def _mark(frame: FrameType | None) -> object:
+    if frame is not None and not isinstance(frame.f_trace, _Mark):
         frame.f_trace = _Mark(frame.f_trace)
-    return frame.f_trace
+    return frame and frame.f_trace
 
 
 class _LoopEnd(NamedTuple):
@@ -1655,52 +1659,82 @@ class _LoopEnd(NamedTuple):
     round, not before. Outside a loop, `if condition: return` may end one of a caller. `together`: several
     conditions have to agree for the loop to end, as in `if a and b: break`."""
 
-    goes_on: bool | None  # None: either, as in `if not a and b: break`, whose line asks for both
+    line: int  # on which the whole condition begins: several that stand on lines of their own are one
+    goes_on: bool | None  # None: of_number
     after_round: bool
     in_loop: bool
     together: bool = False
     of_number: bool = False  # not the condition, but a number that it compares: `error = x.max().item()`
 
 
-@functools.lru_cache(maxsize=256)
-def _loop_ends(file: str) -> dict[int, _LoopEnd]:
-    """Line -> `while condition:`, or `if condition:` whose last statement is break or return. Also the lines
-    that assign to a name which such a condition of the loop around them has."""
-    found: dict[int, _LoopEnd] = {}
+class _Read(NamedTuple):
+    """A place where the program reads a guess, and what it may end by that."""
 
-    def state(
-        test: ast.expr, goes_on: bool, after_round: bool, in_loop: bool, together: bool = False
-    ) -> None:
+    site: Site
+    line: Line  # on which the condition begins, if it is one
+    place: _Position
+    end: _LoopEnd | None
+    execution: object  # of the function that has the loop
+
+
+def _read_at(site: Site) -> _Read:
+    frame = _frame(site)
+    place = _NOWHERE if frame is None else _position(frame.f_code, frame.f_lasti)
+    ends = _loop_ends(site.file).get(site.line, ())
+    end = next((end for begin, until, end in ends if begin <= place <= until), None)
+    line = site.file, site.line if end is None else end.line
+    return _Read(site, line, place, end, _mark(frame) if end is not None and end.in_loop else None)
+
+
+@functools.lru_cache(maxsize=256)
+def _position(code: CodeType, instruction: int) -> _Position:
+    """Where its source begins, without which (`-X no_debug_ranges`) nothing is told apart."""
+    line, _, column, _ = next(itertools.islice(code.co_positions(), instruction // 2, None))
+    return _NOWHERE if line is None or column is None else (line, column)
+
+
+@functools.lru_cache(maxsize=256)
+def _loop_ends(file: str) -> dict[int, list[tuple[_Position, _Position, _LoopEnd]]]:
+    """Line -> from where to where `while condition:` asks, or `if condition:` whose last statement is break
+    or return. Also what is assigned to a name which such a condition of the loop around it has."""
+    found: dict[int, list[tuple[_Position, _Position, _LoopEnd]]] = {}
+
+    def add(node: ast.expr | ast.stmt, end: _LoopEnd) -> None:
+        first, last = (
+            (node.lineno, node.col_offset),
+            (node.end_lineno or node.lineno, node.end_col_offset or 0),
+        )
+        for line in range(first[0], last[0] + 1):
+            found.setdefault(line, []).append((first, last, end))
+
+    def state(test: ast.expr, end: _LoopEnd) -> None:
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            state(test.operand, not goes_on, after_round, in_loop, together)
+            state(test.operand, end._replace(goes_on=not end.goes_on))
         elif isinstance(test, ast.BoolOp):
-            together |= isinstance(test.op, ast.Or) is goes_on
+            together = end.together or isinstance(test.op, ast.Or) is end.goes_on
             for operand in test.values:
-                state(operand, goes_on, after_round, in_loop, together)
+                state(operand, end._replace(together=together))
         else:
-            for line in range(test.lineno, (test.end_lineno or test.lineno) + 1):
-                either = line in found and found[line].goes_on is not goes_on
-                answer = None if either else goes_on
-                found[line] = _LoopEnd(answer, after_round, in_loop, together and not either)
+            add(test, end)
 
     def visit(node: ast.AST, in_loop: bool) -> None:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.While):
-                state(child.test, True, False, True)
+                state(child.test, _LoopEnd(child.test.lineno, True, False, True))
             elif isinstance(child, ast.If) and isinstance(child.body[-1], (ast.Break, ast.Return)):
-                state(child.test, False, True, in_loop)
+                state(child.test, _LoopEnd(child.test.lineno, False, True, in_loop))
             loop = isinstance(child, (ast.While, ast.For))
-            if loop:
-                for line in _lines_of_tested(child):
-                    found.setdefault(line, _LoopEnd(None, False, True, of_number=True))
             visit(child, loop or (in_loop and not isinstance(child, (ast.FunctionDef, ast.Lambda))))
+            if loop:
+                for each in _assignments_of_tested(child):
+                    add(each, _LoopEnd(each.lineno, None, False, True, of_number=True))
 
     with contextlib.suppress(SyntaxError, ValueError):
         visit(ast.parse("".join(linecache.getlines(file))), False)
     return found
 
 
-def _lines_of_tested(loop: ast.AST) -> Iterator[int]:
+def _assignments_of_tested(loop: ast.AST) -> Iterator[ast.Assign]:
     """Of the assignments in a loop to names that the conditions which end it have."""
     inside = list(ast.walk(loop))
     ends = [each for each in inside if isinstance(each, ast.If)]
@@ -1709,4 +1743,4 @@ def _lines_of_tested(loop: ast.AST) -> Iterator[int]:
     tested = {name.id for test in tests for name in ast.walk(test) if isinstance(name, ast.Name)}
     for each in inside:
         if isinstance(each, ast.Assign) and any(getattr(one, "id", None) in tested for one in each.targets):
-            yield from range(each.lineno, (each.end_lineno or each.lineno) + 1)
+            yield each
