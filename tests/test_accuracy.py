@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import oomph
-from oomph.prediction.cuda.rules import RuleGuard
+from oomph.prediction.ops.rules import RuleGuard
 
 pytestmark = pytest.mark.usefixtures("in_process")
 

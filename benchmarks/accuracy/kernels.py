@@ -653,7 +653,8 @@ def measure_convolutions(out: Path, cases: list[dict[str, Any]], refused: bool =
 def compare_convolutions(measured: Path) -> None:
     """Of searches, the workspace that cuDNN's search takes is compared, if all of it is free."""
     from oomph import gpus
-    from oomph.prediction.cuda.rules import Search, temporaries_of
+    from oomph.prediction.ops.registry import temporaries_of
+    from oomph.prediction.ops.rules import Search
     from oomph.torch_internals import FakeTensorMode
 
     gpu = gpus.find("h200")

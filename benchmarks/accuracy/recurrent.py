@@ -18,7 +18,7 @@ from torch import nn
 
 from benchmarks import RESULTS
 from benchmarks.rows import stored, write
-from oomph.prediction.cuda.workspaces import RecurrentCall, workspace_bytes
+from oomph.prediction.ops.recurrent import RecurrentCall, workspace_bytes
 
 ROWS = RESULTS / "recurrent_h200.csv"
 WIDTHS = (8, 20, 32, 64, 100, 128, 129, 144, 160, 192, 200, 224, 256, 300, 384, 400, 512, 650, 1024)

@@ -4,7 +4,7 @@ import pytest
 from small_programs import linear_workload, stack_workload
 
 import oomph
-from oomph.prediction.cuda.rules import RuleGuard
+from oomph.prediction.ops.rules import RuleGuard
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -13,14 +13,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oomph import gpus
-from oomph.prediction.cuda.attention import (
+from oomph.prediction.ops.attention import (
     AttentionCall,
     Backend,
     SdpaSettings,
     attention_like_cuda,
     choose_backend,
 )
-from oomph.prediction.cuda.rules import HOST_OUTPUTS, bind, temporaries_of
+from oomph.prediction.ops.registry import FACTS, temporaries_of
+from oomph.prediction.ops.rules import bind
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 P100, V100, T4, A100, RTX3090, H200, B200, RTX5090 = (
@@ -169,7 +170,8 @@ class OpLog(TorchDispatchMode):
         name = op._schema.name.removeprefix("aten::")
         self.ops.append(name)
         outputs = result if isinstance(result, tuple | list) else (result,)
-        hosted = HOST_OUTPUTS[op](bind(op, args, kwargs)) if op in HOST_OUTPUTS else frozenset()
+        rule = FACTS[op].host_outputs
+        hosted = rule(bind(op, args, kwargs)) if rule is not None else frozenset()
         made = [out for i, out in enumerate(outputs) if isinstance(out, Tensor) and i not in hosted]
         self.made[name] = [tuple(out.shape) for out in made]
         for out in made:

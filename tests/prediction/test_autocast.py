@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from oomph.prediction.compat.registry import FLOAT32_OPS
-from oomph.prediction.cuda.dispatch_keys import AUTOCAST_OPS, cuda_autocast
+from oomph.prediction.ops.autocast import AUTOCAST_OPS, cuda_autocast
 from oomph.torch_internals import CHECKPOINT_DEFAULT_DEVICE
 
 bf16, fp16, fp32, fp64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

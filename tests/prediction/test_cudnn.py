@@ -23,9 +23,10 @@ from oomph.integrations.pytest_plugin import PredictedPeak
 from oomph.parallel import Parallel
 from oomph.prediction.child import trace
 from oomph.prediction.cuda import cudnn
-from oomph.prediction.cuda.dispatch_keys import cuda_composites
-from oomph.prediction.cuda.rules import NEXT_RESULT, RuleContext, RuleGuard, Search, temporaries_of
-from oomph.prediction.cuda.workspaces import flatten_parameters
+from oomph.prediction.ops.composites import cuda_composites
+from oomph.prediction.ops.recurrent import flatten_parameters
+from oomph.prediction.ops.registry import temporaries_of
+from oomph.prediction.ops.rules import NEXT_RESULT, RuleContext, RuleGuard, Search
 from oomph.records import CUDNN_SEARCH
 from oomph.torch_internals import FakeTensor, FakeTensorMode, TorchDispatchMode, disable_dispatch_modes
 from oomph.units import MiB

@@ -9,7 +9,7 @@ from torch import nn
 
 import oomph
 from oomph.errors import UserError
-from oomph.prediction.cuda.workspaces import cublas_workspace_bytes
+from oomph.prediction.ops.matmul import cublas_workspace_bytes
 from oomph.torch_internals import deterministic_algorithms
 from oomph.workload import Workload
 

@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from small_programs import in_trace
 
 import oomph
-import oomph.prediction.cuda
 from oomph.gpus import find
-from oomph.prediction.cuda.kernels import reduction_buffers
-from oomph.prediction.cuda.rules import temporaries_of
+from oomph.prediction.ops.reductions import reduction_buffers
+from oomph.prediction.ops.registry import temporaries_of
 from oomph.units import MiB
 
 pytestmark = pytest.mark.usefixtures("in_process")

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import oomph
 from oomph.prediction import isolation
-from oomph.prediction.cuda.rules import RuleGuard
+from oomph.prediction.ops.rules import RuleGuard
 from oomph.prediction.tracer.repeats import RepeatedBlocks
 
 BLOCKS, WIDTH = 7, 32

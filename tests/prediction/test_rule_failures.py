@@ -1,5 +1,7 @@
 """A rule of ours that raises is never the program's error: the prediction goes on, and a note says so."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,8 +11,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import oomph
 from oomph import ProgramError
-from oomph.prediction.cuda import rules
-from oomph.prediction.cuda.rules import RuleGuard, op_name
+from oomph.prediction.ops.registry import FACTS, entered
+from oomph.prediction.ops.rules import RuleGuard, op_name
 from oomph.prediction.tracer import values, work
 from oomph.prediction.tracer.attribution import ModuleStack
 from oomph.prediction.tracer.dispatch import DispatchMode
@@ -30,11 +32,20 @@ def failing(*args, **kwargs):
     raise ZeroDivisionError("injected")
 
 
-def break_every_rule(monkeypatch, table):
-    """The names of the ops whose rules are broken."""
-    for op in table:
-        monkeypatch.setitem(table, op, failing)
-    return [op_name(op) if hasattr(op, "_schema") else str(op) for op in table]
+def break_every_rule(monkeypatch, table, **others):
+    """The ops whose rules are broken: those of a table, or those that an entry has such a fact of."""
+    if not isinstance(table, str):
+        for op in table:
+            monkeypatch.setitem(table, op, failing)
+        return list(table)
+    ops = list(entered(table))
+    for op in ops:
+        monkeypatch.setitem(FACTS, op, replace(FACTS[op], **others, **{table: failing}))
+    return ops
+
+
+def names_of(ops):
+    return [op_name(op) if hasattr(op, "_schema") else str(op) for op in ops]
 
 
 def any_value(argument, tensor):
@@ -57,12 +68,11 @@ def call_with_any_arguments(op, x):
 
 @pytest.mark.parametrize(
     "table",
-    [rules.TEMPORARIES, rules.HOST_OUTPUTS, rules.DTYPE_CHECKS, rules.NONDETERMINISTIC, work.FLOPS],
+    ["temporaries", "host_outputs", "same_dtype", "nondeterministic", work.FLOPS],
     ids=["temporaries", "host results", "dtype checks", "determinism checks", "flops"],
 )
 def test_every_rule_beside_an_ops_results_may_fail(monkeypatch, table):
-    ops = list(table)
-    names = break_every_rule(monkeypatch, table)
+    ops = break_every_rule(monkeypatch, table, **({} if table == "host_outputs" else {"results": None}))
 
     def results(self, func, args, kwargs):
         returned = [
@@ -72,20 +82,17 @@ def test_every_rule_beside_an_ops_results_may_fail(monkeypatch, table):
         return returned[0] if len(returned) == 1 else tuple(returned)
 
     def program():
-        torch.use_deterministic_algorithms(table is rules.NONDETERMINISTIC)
+        torch.use_deterministic_algorithms(table == "nondeterministic")
         x = torch.empty(4, 4, device="cuda")
         with torch.no_grad(), monkeypatch.context() as patched:
             patched.setattr(DispatchMode, "_fake", results)
-            if table is not rules.HOST_OUTPUTS:
-                patched.setattr(rules, "CUDA_KERNELS", {})
-                patched.setattr("oomph.prediction.tracer.dispatch.CUDA_KERNELS", {})
             for op in ops:
                 call_with_any_arguments(op, x)
 
     notes = notes_of(oomph.predict(program, gpu="h200"))
-    assert [name for name in names if f"{name}: " not in notes] == []
+    assert [name for name in names_of(ops) if f"{name}: " not in notes] == []
     # The rows of the dtype checks are names, which a function cannot replace.
-    reason = "not iterable" if table is rules.DTYPE_CHECKS else "ZeroDivisionError: injected"
+    reason = "not iterable" if table == "same_dtype" else "ZeroDivisionError: injected"
     assert reason in notes
 
 
@@ -156,14 +163,15 @@ def results_of_unknown_size():
 @pytest.mark.parametrize(
     ("table", "program", "not_called"),
     [
-        (rules.CUDA_KERNELS, results_of_kernels, ()),
-        (rules.COMPOSITES, composites, ("data",)),
+        ("results", results_of_kernels, ()),
+        ("composite", composites, ("data",)),
         (values.DATA_DEPENDENT_RESULTS, results_of_unknown_size, ()),
     ],
     ids=["results", "composites", "results of unknown size"],
 )
 def test_every_rule_for_an_ops_results_may_fail(monkeypatch, table, program, not_called):
-    names = [name for name in break_every_rule(monkeypatch, table) if not name.endswith(not_called or "?")]
+    names = names_of(break_every_rule(monkeypatch, table))
+    names = [name for name in names if not name.endswith(not_called or "?")]
     notes = notes_of(oomph.predict(program, gpu="h200"))
     assert [name for name in names if name not in notes] == []
 
@@ -190,7 +198,8 @@ def test_attribution_values_and_work_may_fail(monkeypatch, owner, method):
 
 
 def test_the_note_has_the_programs_line(monkeypatch):
-    monkeypatch.setitem(rules.TEMPORARIES, torch.ops.aten.sum.default, failing)
+    op = torch.ops.aten.sum.default
+    monkeypatch.setitem(FACTS, op, replace(FACTS[op], temporaries=failing))
 
     def step(model, x):
         model(x).sum()

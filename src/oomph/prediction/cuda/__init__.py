@@ -1,5 +1,1 @@
-"""What CUDA does differently from the fake CPU kernels. Importing the modules registers their rules."""
-
-from oomph.prediction.cuda import attention, kernels, workspaces
-
-__all__ = ["attention", "kernels", "workspaces"]
+"""Convolutions: what cuDNN allocates, asked or estimated."""

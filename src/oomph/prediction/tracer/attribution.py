@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from oomph.prediction.compat.pass_through import PASS_CALLS_ON
-from oomph.prediction.cuda.rules import RuleGuard
+from oomph.prediction.ops.rules import RuleGuard
 from oomph.prediction.patches import Patches
 from oomph.records import Kind, Site
 from oomph.torch_internals import Loss

@@ -19,14 +19,17 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from oomph.errors import UnknownOp, UserError
-from oomph.prediction.cuda.dispatch_keys import run_composite
-from oomph.prediction.cuda.rules import (
-    ALLOCATION_ORDER,
-    CUDA_KERNELS,
-    DTYPE_CHECKS,
-    HOST_OUTPUTS,
+from oomph.prediction.ops.composites import run_composite
+from oomph.prediction.ops.matmul import CublasWorkspaces
+from oomph.prediction.ops.registry import (
+    FACTS,
+    OpFacts,
+    check_dtypes,
+    lacks_deterministic_kernel,
+    temporaries_of,
+)
+from oomph.prediction.ops.rules import (
     NEXT_RESULT,
-    NONDETERMINISTIC,
     CudaKernel,
     Estimated,
     HostOutputsRule,
@@ -34,15 +37,10 @@ from oomph.prediction.cuda.rules import (
     Temporary,
     aten_ops,
     bind,
-    check_dtypes,
     is_program_error,
-    lacks_deterministic_kernel,
     op_name,
     program_error,
-    temporaries_of,
-    temporaries_rule,
 )
-from oomph.prediction.cuda.workspaces import CALLS_CUBLAS, CublasWorkspaces
 from oomph.prediction.patches import Patches
 from oomph.prediction.tracer.attribution import find_site
 from oomph.prediction.tracer.fast_path import (
@@ -136,6 +134,7 @@ _INDEX_ARGUMENT = {aten.index_select.default: 2, aten.gather.default: 2}
 class _OpTraits(NamedTuple):
     """What the tables of rules say of an op, looked up once in a trace."""
 
+    facts: OpFacts
     func: OpOverload  # kept alive, so that its id stays its own
     name: str
     is_view: bool
@@ -327,6 +326,7 @@ class DispatchMode(TorchDispatchMode):
 
     def _traits_of(self, func: OpOverload) -> _OpTraits:
         traits = self._traits[func] = _OpTraits(
+            facts=FACTS[func],
             func=func,
             name=op_name(func),
             is_view=func in VIEWS,
@@ -334,14 +334,14 @@ class DispatchMode(TorchDispatchMode):
             takes_two_devices=func in _CROSS_DEVICE,
             reads=func in _READS,
             takes_masks=func in _TAKES_MASKS or func is aten.masked_select.default,
-            checks_dtypes=func in DTYPE_CHECKS,
-            cuda_kernel=CUDA_KERNELS.get(func),
+            checks_dtypes=bool(FACTS[func].same_dtype),
+            cuda_kernel=FACTS[func].results,
             may_reuse_gradient=func in _MAY_REUSE,
-            host_outputs=HOST_OUTPUTS.get(func),
-            allocation_order=ALLOCATION_ORDER.get(func),
-            has_temporaries=temporaries_rule(func) is not None,
-            calls_cublas=func in CALLS_CUBLAS,
-            is_deterministic=func not in NONDETERMINISTIC,
+            host_outputs=FACTS[func].host_outputs,
+            allocation_order=FACTS[func].allocation_order,
+            has_temporaries=FACTS[func].temporaries is not None,
+            calls_cublas=FACTS[func].uses_cublas is not None,
+            is_deterministic=FACTS[func].nondeterministic is None,
         )
         return traits
 
@@ -472,7 +472,7 @@ class DispatchMode(TorchDispatchMode):
         tracer, guard = self.tracer, self.tracer.guard
         traits = self._traits.get(func) or self._traits_of(func)
         if traits.checks_dtypes:
-            guard.call("dtype check", func, partial(check_dtypes, func, args, kwargs), _nothing)
+            guard.call("dtype check", func, partial(check_dtypes, traits.facts, args, kwargs), _nothing)
         first_event = len(tracer.recorder.events)
         guard.call("source line", func, tracer.record_autograd_node, _nothing)
         if traits.cuda_kernel is not None:
@@ -509,7 +509,7 @@ class DispatchMode(TorchDispatchMode):
             if is_move:
                 tracer.record_move(args[0], out)
             if not traits.is_deterministic:
-                self._check_deterministic(func, args, kwargs)
+                self._check_deterministic(traits.facts, args, kwargs)
         if tracer.work.counting and not self._count_copy(func, args, kwargs, gpu):
             rule = partial(tracer.work.op, func, args, kwargs, tensors, out, tracer.phase)
             guard.call("flops", func, rule, partial(tracer.work.kernel, tensors, tracer.phase, kind="memory"))
@@ -572,7 +572,7 @@ class DispatchMode(TorchDispatchMode):
         for tensor in made[:first]:
             record(tensor)
         if traits.calls_cublas:
-            guard.call("workspace", func, partial(self.workspaces.allocate, func, args), _nothing)
+            guard.call("workspace", func, partial(self.workspaces.allocate, traits.facts, args), _nothing)
         self._record_temporaries(name, sizes, map(record, made[first:]))
 
     def _record_temporaries(
@@ -595,8 +595,8 @@ class DispatchMode(TorchDispatchMode):
         for allocation in reversed(live):  # as C++ destroys local variables
             self.tracer.recorder.record_free(allocation)
 
-    def _check_deterministic(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        rule = partial(lacks_deterministic_kernel, func, args, kwargs)
+    def _check_deterministic(self, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        func, rule = facts.func, partial(lacks_deterministic_kernel, facts, args, kwargs)
         if self.tracer.guard.call("determinism check", func, rule, bool):
             site = self.tracer.attribution()[0]
             where = "" if site is None else f" of {site.file}:{site.line}"

@@ -21,7 +21,7 @@ import torch
 
 from oomph import torch_internals as internals
 from oomph.gpus import GPU
-from oomph.prediction.cuda.attention import SHIPPED_CUDNN
+from oomph.prediction.ops.attention import SHIPPED_CUDNN
 from oomph.prediction.patches import Patches
 from oomph.prediction.tracer.streams import (
     DEVICE,

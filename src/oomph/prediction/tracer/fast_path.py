@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from oomph.prediction.cuda.rules import aten_ops, program_error
+from oomph.prediction.ops.rules import aten_ops, program_error
 from oomph.prediction.tracer.work import tensors_in
 from oomph.torch_internals import (
     DisableTorchDispatch,

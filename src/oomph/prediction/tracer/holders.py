@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from oomph.prediction.cuda.rules import RuleGuard
+from oomph.prediction.ops.rules import RuleGuard
 from oomph.prediction.tracer.attribution import ModuleStack, StackBoundary, is_internal
 from oomph.prediction.tracer.recorder import AllocationRecorder
 from oomph.records import Holder, Site

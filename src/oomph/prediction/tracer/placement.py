@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
 from oomph import torch_internals as internals
-from oomph.prediction.cuda.rules import program_error
+from oomph.prediction.ops.rules import program_error
 from oomph.prediction.patches import Patches
 from oomph.prediction.tracer.fake_cuda import LegacyTensorType
 from oomph.prediction.tracer.streams import DEVICE

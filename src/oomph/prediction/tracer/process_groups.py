@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from oomph import torch_internals as internals
-from oomph.prediction.cuda.rules import program_error
+from oomph.prediction.ops.rules import program_error
 from oomph.prediction.patches import Patches
 from oomph.prediction.tracer.tracer import Tracer
 

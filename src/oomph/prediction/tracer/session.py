@@ -31,10 +31,11 @@ from oomph import torch_internals as internals
 from oomph.gpus import GPU
 from oomph.prediction.compat import registry
 from oomph.prediction.compat.triton_stand_in import triton_importable
-from oomph.prediction.cuda.dispatch_keys import cuda_autocast, cuda_composites
-from oomph.prediction.cuda.rules import program_error
-from oomph.prediction.cuda.workspaces import flatten_parameters
 from oomph.prediction.isolation import restarted_without
+from oomph.prediction.ops.autocast import cuda_autocast
+from oomph.prediction.ops.composites import cuda_composites
+from oomph.prediction.ops.recurrent import flatten_parameters
+from oomph.prediction.ops.rules import program_error
 from oomph.prediction.patches import Patches
 from oomph.prediction.saving import install_saving
 from oomph.prediction.tracer.attribution import find_site

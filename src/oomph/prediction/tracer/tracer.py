@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from oomph.gpus import GPU
-from oomph.prediction.cuda.rules import Estimated, RuleContext, RuleGuard, Search
+from oomph.prediction.ops.rules import Estimated, RuleContext, RuleGuard, Search
 from oomph.prediction.tracer.attribution import (
     CompiledSite,
     ModuleStack,

@@ -37,7 +37,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from oomph.prediction.cuda.rules import BoundArguments, Fake, aten_ops, bind, op_name
+from oomph.prediction.ops.rules import BoundArguments, Fake, aten_ops, bind, op_name
 from oomph.prediction.tracer.fast_path import VIEWS
 from oomph.prediction.tracer.work import tensors_in
 from oomph.records import Note, Site

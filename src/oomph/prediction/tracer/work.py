@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from oomph.gpus import GPU
-from oomph.prediction.cuda.rules import bind
+from oomph.prediction.ops.rules import bind
 from oomph.prediction.tracer.streams import current_streams
 from oomph.records import PhaseWork, Work
 from oomph.torch_internals import OpOverload, group_size

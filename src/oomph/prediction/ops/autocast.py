@@ -1,4 +1,4 @@
-"""Kernels in Python at dispatch keys above the dispatch mode: CUDA's autocast, and composite ops.
+"""CUDA's autocast, by kernels in Python at its own dispatch key.
 
 A trace runs on fake CPU tensors that carry a GPU label of our own. Torch's CUDA autocast kernels exist in
 CPU builds too, but a CPU tensor never reaches them, and they cast nothing whose device is not really CUDA.
@@ -13,50 +13,30 @@ CPU autocast uses another key and is not touched: real CPU tensors under `torch.
 ever. One difference is left: a labelled tensor under an enabled `torch.autocast("cpu")` is cast too, which a
 real CUDA tensor would not be. The op lists and policies are those of ATen/autocast_mode.h and
 ATen/autocast_mode.cpp.
-
-Linear, dropout, batch norm, RMSNorm, softmax, attention and one_hot decompose differently on CUDA. They
-dissolve above the dispatch mode, so CUDA's path is taken at autograd's own key, for tensors of the fake GPU
-only. All other tensors take torch's own decomposition.
 """
 
 from __future__ import annotations
 
-import functools
-import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from oomph.prediction.cuda.attention import AttentionCall, attention_like_cuda
-from oomph.prediction.cuda.kernels import partial_sums, uses_cudnn_batch_norm
-from oomph.prediction.cuda.rules import (
-    COMPOSITES,
-    BoundArguments,
-    CompositeRule,
-    RuleContext,
-    bind,
-    composite,
-    is_program_error,
-    op_name,
-    program_error,
-)
+from oomph.prediction.ops.rules import program_error
 from oomph.torch_internals import (
     AUTOCAST_CUDA,
     DispatchKeySet,
     ExcludeDispatchKeyGuard,
     OpOverload,
     current_graph_task_id,
-    decomposition_table,
     disable_torch_function,
     dispatch_call_boxed,
     dispatch_get_all_op_names,
     dispatch_has_kernel_for_dispatch_key,
     dispatch_tls_set_dispatch_key_included,
-    suggest_memory_format,
     tree_map_only,
 )
 
@@ -383,219 +363,3 @@ def _in_backward() -> bool:
 def _call(overload: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Calls the op as C++ would: through the dispatcher, unseen by any TorchFunctionMode."""
     return dispatch_call_boxed(overload._handle, *args, **kwargs)
-
-
-# ---------------------------------------------------------------------------------------------- composite ops
-
-aten = torch.ops.aten
-# The compiler's own decompositions are the same on all devices, but for these.
-_IN_COMPILER = (aten.scaled_dot_product_attention.default, aten.rms_norm.default)
-
-
-@contextmanager
-def cuda_composites(context: RuleContext) -> Iterator[None]:
-    """Register CUDA's paths for the duration."""
-    library = torch.library.Library("aten", "IMPL")
-    active = [context]  # torch never drops a Python kernel: emptied, it keeps nothing of the trace
-    for op in COMPOSITES:
-        library.impl(op_name(op).removeprefix("aten."), _kernel(op, active), "AutogradCPU")
-    for op in _IN_COMPILER:  # whose fake tensors have CUDA's keys
-        library.impl(op.name()[6:], _kernel(op, active), "AutogradCUDA")
-    try:
-        yield
-    finally:
-        library._destroy()
-        active.clear()
-
-
-def _kernel(op: OpOverload, active: list[RuleContext]) -> Callable[..., Any]:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        return run_composite(active[0], op, args, kwargs) if active else op.decompose(*args, **kwargs)
-
-    return kernel
-
-
-def run_composite(
-    context: RuleContext, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
-    """Decompose the op, as CUDA does where it has a path of its own."""
-    decompose = functools.partial(op.decompose, *args, **kwargs)
-    if op not in COMPOSITES or not context.on_gpu(args[0]):
-        return decompose()
-    if context.compiling() and op not in _IN_COMPILER:
-        return decompose()
-    rule = functools.partial(COMPOSITES[op], context, bind(op, args, kwargs))
-    fallback = functools.partial(_decomposed_or_like_first_argument, op, decompose, args[0])
-    result = context.guard.call("results", op, rule, fallback)
-    return decompose() if result is NotImplemented else result
-
-
-def _decomposed_or_like_first_argument(
-    op: OpOverload, decompose: Callable[[], Any], first: torch.Tensor
-) -> Any:
-    """In place of a rule that failed. Some decompositions read values, which fake tensors do not have."""
-    try:
-        return decompose()
-    except Exception as error:
-        if is_program_error(error):
-            raise
-    results = tuple(torch.empty_like(first) for _ in op._schema.returns)
-    return results[0] if len(results) == 1 else results
-
-
-@composite(aten.linear.default)
-def _linear(context: RuleContext, call: BoundArguments) -> Any:
-    """Linear.cpp adds the bias to the product in place, except for tensor subclasses such as our fakes."""
-    input, weight, bias = call["input"], call["weight"], call["bias"]
-    if bias is None or input.dim() <= 2 or input.is_contiguous():
-        return NotImplemented
-    return torch.matmul(input, weight.t()).add_(bias)
-
-
-def _fused_cell(kernel: OpOverload) -> CompositeRule:
-    """RNN.cpp: one kernel applies the gates. Autograd keeps both products and what the kernel computed."""
-
-    def rule(context: RuleContext, call: BoundArguments) -> Any:
-        input, given, weights = call["input"], call["hx"], (call["w_ih"], call["w_hh"])
-        states = [given] if isinstance(given, torch.Tensor) else given
-        if any(state.shape != (len(input), weights[1].size(1)) for state in states):
-            return NotImplemented  # torch says what is wrong
-        if input.size(1) != weights[0].size(1):
-            return NotImplemented
-        products = [
-            torch.matmul(x, weight.t()) for x, weight in zip((input, states[0]), weights, strict=True)
-        ]
-        *made, _ = kernel(*products, states[-1], call["b_ih"], call["b_hh"])
-        return made[0] if given is states[-1] else tuple(made)
-
-    return rule
-
-
-composite(aten.lstm_cell.default)(_fused_cell(aten._thnn_fused_lstm_cell.default))
-composite(aten.gru_cell.default)(_fused_cell(aten._thnn_fused_gru_cell.default))
-
-
-@composite(aten.batch_norm.default)
-def _batch_norm(context: RuleContext, call: BoundArguments) -> Any:
-    """Its input is copied first, where cuDNN cannot read it as it is."""
-    input = call["input"]
-    wanted = suggest_memory_format(input)
-    if input.numel() == 0 or input.is_contiguous(memory_format=wanted):
-        return NotImplemented
-    if not uses_cudnn_batch_norm(call, call["training"]):
-        return NotImplemented
-    copied = input.contiguous(memory_format=wanted)
-    try:
-        return torch.batch_norm(**(dict(call) | {"input": copied}))
-    except RuntimeError as error:
-        raise program_error(error)  # noqa: B904 (the same exception)
-
-
-@composite(aten.dropout.default)
-def _dropout(context: RuleContext, call: BoundArguments) -> Any:
-    """CUDA fuses: a bool mask is kept, not a float one."""
-    input, p, train = call["input"], call["p"], call["train"]
-    if train and 0 < p < 1 and input.numel() > 0:
-        return aten.native_dropout.default(input, p, train)[0]
-    return input if p == 0 or not train else NotImplemented
-
-
-def _float_from_half(kernel: OpOverload) -> CompositeRule:
-    """One kernel reads half precision and writes float32."""
-
-    def rule(context: RuleContext, call: BoundArguments) -> Any:
-        if call["self"].dtype == torch.float16 and call["dtype"] == torch.float32:
-            return kernel(call["self"], call["dim"], True)
-        return NotImplemented
-
-    return rule
-
-
-composite(aten.softmax.int)(_float_from_half(aten._softmax.default))
-composite(aten.log_softmax.int)(_float_from_half(aten._log_softmax.default))
-
-
-@composite(aten.one_hot.default)
-def _one_hot(context: RuleContext, call: BoundArguments) -> Any:
-    ids, classes = call["self"], call["num_classes"]
-    if classes == -1 and ids.numel() > 0:
-        classes = context.count_classes(ids, "aten.one_hot")
-    if classes <= 0:
-        return NotImplemented
-    out = ids.new_zeros((*ids.shape, classes))
-    return out.scatter_(-1, ids.unsqueeze(-1), 1)
-
-
-@composite(aten.cumprod_backward.default)
-def _cumprod_backward(context: RuleContext, call: BoundArguments) -> Any:
-    """FunctionsManual.cpp: a short path where no element of the input is zero. Of the other, what is in
-    use at its peak; the fake tensors' own decomposition takes a third path, for tensor subclasses."""
-    grad, source, dim, output = call["grad"], call["input"], call["dim"], call["output"]
-    if source.numel() <= 1 or source.size(dim) == 1:
-        return grad
-    weighted, is_zero = output * grad, source == 0
-    if not context.has_zeros(source):
-        return _reversed_cumsum(weighted, dim).div(source)
-    gradient, zeros_before = torch.zeros_like(source), is_zero.cumsum(dim)
-    mask = zeros_before == 0
-    outside = ~mask  # C++ keeps it, and what it masks, to the end of the expression
-    masked = weighted.masked_fill(outside, 0.0)
-    return gradient.masked_scatter_(mask, _reversed_cumsum(masked, dim).div_(source).masked_select(mask))
-
-
-def _reversed_cumsum(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    flipped = tensor.flip(dim)
-    total = flipped.cumsum(dim)
-    return total.flip(dim)
-
-
-@composite(aten.scaled_dot_product_attention.default)
-def _attention(context: RuleContext, call: BoundArguments) -> Any:
-    return attention_like_cuda(AttentionCall(**call, capability=context.gpu.capability))
-
-
-@composite(aten.rms_norm.default)
-def _rms_norm(context: RuleContext, call: BoundArguments) -> Any:
-    input, weight, shape = call["input"], call["weight"], list(call["normalized_shape"])
-    if input.dtype == torch.float64 or (weight is not None and weight.dtype != input.dtype):
-        return NotImplemented
-    if list(input.shape[-len(shape) :]) != shape:
-        return NotImplemented  # torch says what is wrong
-    if context.compiling():
-        decompose = decomposition_table[aten._fused_rms_norm.default]
-        return decompose(input, call["normalized_shape"], weight, call["eps"])[0]
-    return _FusedRmsNorm.apply(input, weight, len(call["normalized_shape"]), context)
-
-
-class _FusedRmsNorm(torch.autograd.Function):
-    """aten::_fused_rms_norm, which has no fake kernel: the result, and 1/rms in float32 kept for backward."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, input: torch.Tensor, weight: torch.Tensor | None, dims: int, context: RuleContext
-    ) -> torch.Tensor:
-        ctx.context = context
-        ctx.width = math.prod(input.shape[input.dim() - dims :])
-        rows = input.shape[: input.dim() - dims]
-        rstd = input.new_empty((math.prod(rows), 1), dtype=torch.float32)
-        ctx.save_for_backward(input, weight, rstd)
-        out = torch.empty_like(input, memory_format=torch.contiguous_format)
-        context.count_kernel(input, weight, out)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        input, weight, _ = ctx.saved_tensors
-        context: RuleContext = ctx.context
-        if weight is None:
-            grad_input = torch.empty_like(input)
-            context.count_kernel(grad, input, grad_input)
-            return grad_input, None, None, None
-        grads = torch.empty_like(input), torch.empty_like(weight)
-        context.count_kernel(grad, input, grads[0])
-        context.count_kernel(grad, input, grads[1])
-        rule = functools.partial(partial_sums, input, ctx.width, [weight], context.gpu)
-        sums: list[int] = context.guard.call("temporaries", "aten.rms_norm", rule, list)
-        held = [input.new_empty(size, dtype=torch.uint8) for size in sums if size > 0]
-        del held
-        return *grads, None, None

@@ -4,11 +4,11 @@ device memory that its kernels take and no output shows.
 The rules follow torch 2.11 built for CUDA 13 (sdp_utils.cpp and attention.cpp of ATen). A trace runs on
 tensors that are on a fake GPU, so the choice cannot be left to torch: it would choose for a CPU.
 
-The rules of memory list temporaries, as rules.py says how to read them. Sources, all in ATen:
+The rules of memory list temporaries, as rules.py (`Temporary`) says how to read them. Sources, all in ATen:
 flash_attn/flash_api.cpp, attention.cu, attention_backward.cu, cudnn/MHA.cpp,
-mem_eff_attention/kernel_{forward,backward}.h with kernels/cutlassB.h, attention.cpp (_safe_softmax),
-cuda/SoftMax.cu. cuDNN's workspaces are known to cuDNN alone: its rows are fitted to an H200 with cuDNN 9.19
-(tests/prediction/data/attention_h200.jsonl), and assumed to hold for other GPUs.
+mem_eff_attention/kernel_{forward,backward}.h with kernels/cutlassB.h. cuDNN's workspaces are known to cuDNN
+alone: its rows are fitted to an H200 with cuDNN 9.19 (tests/prediction/data/attention_h200.jsonl), and
+assumed to hold for other GPUs.
 
 Query is [batch, heads, L, head size]; key and value are [batch, key/value heads, S, head size].
 """
@@ -18,13 +18,15 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from oomph.gpus import GPU
 from oomph.prediction.allocator import round_up
-from oomph.prediction.cuda.rules import HOST_OUTPUTS, BoundArguments, program_error, temporaries
+from oomph.prediction.ops.registry import composite, host_outputs, temporaries
+from oomph.prediction.ops.rules import BoundArguments, RuleContext, program_error
 from oomph.torch_internals import deterministic_required, get_sdp_priority_order
 
 aten = torch.ops.aten
@@ -269,6 +271,11 @@ def attention_like_cuda(call: AttentionCall) -> Tensor:
     return out
 
 
+@composite(aten.scaled_dot_product_attention.default)
+def _attention(context: RuleContext, call: BoundArguments) -> Any:
+    return attention_like_cuda(AttentionCall(**call, capability=context.gpu.capability))
+
+
 def _as_float_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """A boolean mask becomes one to add: 0 where attention is allowed, -inf elsewhere."""
     if mask.dtype != torch.bool:
@@ -494,10 +501,10 @@ def _key_splits(batch_heads: int, key_length: int, tile: _BackwardTile) -> int:
     return max(1, min(math.ceil(key_length / tile.keys), 200 // batch_heads))
 
 
-HOST_OUTPUTS[aten._scaled_dot_product_efficient_attention.default] = (
-    # Outside graph capture the random seed and offset are host tensors.
-    lambda call: frozenset({2, 3})
-)
+@host_outputs(aten._scaled_dot_product_efficient_attention.default)
+def _random_seed(call: BoundArguments) -> frozenset[int]:
+    """Outside graph capture the random seed and offset are host tensors."""
+    return frozenset({2, 3})
 
 
 # cuDNN
@@ -532,25 +539,7 @@ def _cudnn_backward(call: BoundArguments, gpu: GPU) -> list[int]:
     return [copy, sum(round_up(part, 16) for part in parts) + _CUDNN_HEADER]
 
 
-HOST_OUTPUTS[aten._scaled_dot_product_cudnn_attention.default] = (
-    # Without a backward to come, no log-sum-exp is made.
-    lambda call: frozenset() if call["compute_log_sumexp"] else frozenset({1})
-)
-
-
-# Math
-
-
-@temporaries(aten._safe_softmax.default)
-def _safe_softmax(call: BoundArguments, gpu: GPU) -> list[int]:
-    """Rows that are masked altogether are found (one byte per score) and set to zero."""
-    scores = call["self"]
-    columns = max(scores.size(call["dim"]), 1) if scores.dim() else 1
-    return [scores.numel(), scores.numel() // columns, scores.element_size()]
-
-
-@temporaries(aten._softmax_backward_data.default)
-def _softmax_backward(call: BoundArguments, gpu: GPU) -> list[int]:
-    """grad_output * output, as large as the scores. log_softmax's backward needs no such product."""
-    grad, output = call["grad_output"], call["output"]
-    return [output.numel() * torch.promote_types(grad.dtype, output.dtype).itemsize]
+@host_outputs(aten._scaled_dot_product_cudnn_attention.default)
+def _log_sum_exp(call: BoundArguments) -> frozenset[int]:
+    """None is made without a backward to come."""
+    return frozenset() if call["compute_log_sumexp"] else frozenset({1})

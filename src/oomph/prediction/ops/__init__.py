@@ -1,0 +1,35 @@
+"""What CUDA does for each op. Importing the modules enters their rules."""
+
+from oomph.prediction.cuda import workspaces
+from oomph.prediction.ops import (
+    attention,
+    convolution,
+    images,
+    indexing,
+    linalg,
+    losses,
+    matmul,
+    normalization,
+    pointwise,
+    recurrent,
+    reductions,
+    sorting,
+    tensors,
+)
+
+__all__ = [
+    "attention",
+    "convolution",
+    "images",
+    "indexing",
+    "linalg",
+    "losses",
+    "matmul",
+    "normalization",
+    "pointwise",
+    "recurrent",
+    "reductions",
+    "sorting",
+    "tensors",
+    "workspaces",
+]

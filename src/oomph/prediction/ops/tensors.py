@@ -1,0 +1,34 @@
+"""Views, factories, copies and random numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from oomph.gpus import GPU
+from oomph.prediction.ops.registry import composite, cuda_kernel, op, temporaries
+from oomph.prediction.ops.rules import BoundArguments, RuleContext, contiguous_copy_bytes, contiguous_result
+
+aten = torch.ops.aten
+
+op("native_dropout.default", allocation_order=(1, 0))  # native/cuda/Dropout.cu
+
+
+@temporaries(aten.roll.default)
+def _roll(call: BoundArguments, gpu: GPU) -> list[int]:
+    """Several dimensions are rolled one after the other."""
+    tensor = call["self"]
+    return [contiguous_copy_bytes(tensor), tensor.nbytes if len(call["dims"]) > 1 else 0]
+
+
+cuda_kernel(aten.roll.default)(contiguous_result)
+
+
+@composite(aten.dropout.default)
+def _dropout(context: RuleContext, call: BoundArguments) -> Any:
+    """CUDA fuses: a bool mask is kept, not a float one."""
+    input, p, train = call["input"], call["p"], call["train"]
+    if train and 0 < p < 1 and input.numel() > 0:
+        return aten.native_dropout.default(input, p, train)[0]
+    return input if p == 0 or not train else NotImplemented
