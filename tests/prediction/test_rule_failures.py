@@ -68,7 +68,7 @@ def call_with_any_arguments(op, x):
 
 @pytest.mark.parametrize(
     "table",
-    ["temporaries", "host_outputs", "same_dtype", "nondeterministic", work.FLOPS],
+    ["temporaries", "host_outputs", "same_dtype", "nondeterministic", "flops"],
     ids=["temporaries", "host results", "dtype checks", "determinism checks", "flops"],
 )
 def test_every_rule_beside_an_ops_results_may_fail(monkeypatch, table):

@@ -16,7 +16,7 @@ Query is [batch, heads, L, head size]; key and value are [batch, key/value heads
 import enum
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +25,9 @@ from torch import Tensor
 
 from oomph.gpus import GPU
 from oomph.prediction.allocator import round_up
-from oomph.prediction.ops.registry import composite, host_outputs, temporaries
-from oomph.prediction.ops.rules import BoundArguments, RuleContext, program_error
-from oomph.torch_internals import deterministic_required, get_sdp_priority_order
+from oomph.prediction.ops.registry import composite, flops, host_outputs, op, temporaries
+from oomph.prediction.ops.rules import BoundArguments, Flops, RuleContext, bind, program_error
+from oomph.torch_internals import OpOverload, deterministic_required, get_sdp_priority_order
 
 aten = torch.ops.aten
 Capability = tuple[int, int]
@@ -543,3 +543,29 @@ def _cudnn_backward(call: BoundArguments, gpu: GPU) -> list[int]:
 def _log_sum_exp(call: BoundArguments) -> frozenset[int]:
     """None is made without a backward to come."""
     return frozenset() if call["compute_log_sumexp"] else frozenset({1})
+
+
+# Work
+
+for _backend in ("flash", "efficient", "cudnn"):
+    op(f"_scaled_dot_product_{_backend}_attention_backward", launches=3)
+
+
+@flops(
+    """
+    _scaled_dot_product_flash_attention.default _scaled_dot_product_flash_attention_backward.default
+    _scaled_dot_product_efficient_attention.default _scaled_dot_product_efficient_attention_backward.default
+    _scaled_dot_product_cudnn_attention.default _scaled_dot_product_cudnn_attention_backward.default
+    """
+)
+def _flops(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Flops:
+    """Scores and their product with the values; backward: the scores again, and four gradients."""
+    call = bind(func, args, kwargs)
+    query, key, value = call["query"], call["key"], call["value"]
+    pairs = query.numel() // max(query.shape[-1], 1) * key.shape[-2]
+    if call["is_causal"]:
+        pairs /= 2
+    width, result = query.shape[-1], value.shape[-1]
+    each = 3 * width + 2 * result if "backward" in func.overloadpacket.__name__ else width + result
+    backend = func.overloadpacket.__name__.removeprefix("_scaled_dot_product_").split("_")[0]
+    return Flops(2.0 * pairs * each, query.dtype, f"{backend} attention", depth=width)

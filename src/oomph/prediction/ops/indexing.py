@@ -37,6 +37,13 @@ from oomph.torch_internals import OpOverload
 
 aten = torch.ops.aten
 
+op("embedding index _unsafe_index gather index_select take", gathers=True)
+op("index_add_ scatter_add_ scatter_ index_copy_ index_add scatter_add scatter", scatters=True)
+# Sorted first: several kernels.
+op("index_put index_put_ _index_put_impl_ embedding_dense_backward", scatters=True, launches=8)
+op("nonzero", launches=4, waits=True)
+op("masked_select", waits=True)
+
 # Embeddings
 
 

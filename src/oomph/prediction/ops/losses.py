@@ -23,6 +23,8 @@ aten = torch.ops.aten
 
 _NO_REDUCTION = 0
 
+op("nll_loss_forward", gathers=True)
+op("nll_loss_backward", reads_first=False, only_writes=True, launches=2)  # the logits' shape is taken
 op("nll_loss_forward.default", same_dtype=("self", "weight"))
 op("nll_loss2d_forward.default", nondeterministic=lambda call: call["reduction"] != _NO_REDUCTION)
 op("_ctc_loss_backward.default", nondeterministic=always)

@@ -6,17 +6,19 @@ native/Linear.cpp.
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from oomph.gpus import GPU
 from oomph.prediction.allocator import round_up
-from oomph.prediction.ops.registry import OpFacts, always, composite, cuda_kernel, op, temporaries
-from oomph.prediction.ops.rules import BoundArguments, Fake, RuleContext, bind
+from oomph.prediction.ops.registry import OpFacts, always, composite, cuda_kernel, flops, op, temporaries
+from oomph.prediction.ops.rules import BoundArguments, Fake, Flops, RuleContext, bind
 from oomph.torch_internals import OpOverload
 
 aten = torch.ops.aten
@@ -146,3 +148,48 @@ def _linear(context: RuleContext, call: BoundArguments) -> Any:
     if bias is None or input.dim() <= 2 or input.is_contiguous():
         return NotImplemented
     return torch.matmul(input, weight.t()).add_(bias)
+
+
+# Work
+
+_TILE = 128  # the side of the tile of a result that one multiprocessor commonly makes
+
+
+def _multiplied(left: Tensor, right: Tensor) -> Flops:
+    """Of [..., M, K] with [..., K, N]."""
+    *batch, rows, depth = left.shape
+    columns, count = right.shape[-1], math.prod(batch)
+    tiles = count * -(-rows // _TILE) * -(-columns // _TILE)
+    aligned = left.element_size() != 2 or not (
+        columns % 8 or _leading_dimension(left) % 8 or _leading_dimension(right) % 8
+    )
+    kind = "product" if aligned else "unaligned product"
+    return Flops(2.0 * count * rows * columns * depth, left.dtype, kind, tiles, depth)
+
+
+def _leading_dimension(matrix: Tensor) -> int:
+    """How far apart two rows (or columns) lie in memory, in elements; 0 where there is only one."""
+    down, across = matrix.stride()[-2:]
+    rows, columns = matrix.shape[-2:]
+    if across == 1 and columns > 1:
+        return down if rows > 1 else 0
+    return across if columns > 1 else 0
+
+
+@flops("mm.default mm.dtype mm.out mm.dtype_out bmm.default bmm.dtype bmm.out bmm.dtype_out")
+def _product(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Flops:
+    return _multiplied(args[0], args[1])
+
+
+@flops("addmm.default addmm.dtype addmm.out addmm.dtype_out addmm_.default _addmm_activation.default")
+@flops("baddbmm.default baddbmm.dtype baddbmm.out baddbmm.dtype_out baddbmm_.default")
+def _product_and_sum(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Flops:
+    return _multiplied(args[1], args[2])
+
+
+@flops(aten._grouped_mm.default)
+def _grouped(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Flops:
+    """Groups of rows, each with its own matrix; or of a long sum, each with its own result."""
+    left, right = args[0], args[1]
+    groups = left.shape[0] if left.dim() == 3 and right.dim() == 2 else 1
+    return Flops(2.0 * left.numel() * right.shape[-1] / groups, left.dtype, "product")

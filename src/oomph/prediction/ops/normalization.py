@@ -38,6 +38,15 @@ from oomph.torch_internals import OpOverload, decomposition_table, suggest_memor
 
 aten = torch.ops.aten
 
+# Work: statistics are taken in a first pass over the inputs and applied in a second; gradients of a
+# normalization's own parameters are summed in a pass of their own.
+
+op("native_group_norm cudnn_batch_norm _batch_norm_with_update", passes=2)
+op("cudnn_batch_norm_backward batch_norm_backward", passes=2)
+op("native_batch_norm native_batch_norm_backward", passes=2, launches=2)
+op("native_layer_norm_backward", passes=2, launches=3)
+op("native_group_norm_backward", passes=2, launches=4)
+
 # Layer norm and RMSNorm
 
 op("native_layer_norm.default native_group_norm.default", same_dtype=("input", "weight", "bias"))

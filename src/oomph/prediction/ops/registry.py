@@ -23,6 +23,7 @@ from oomph.prediction.ops.rules import (
     BoundArguments,
     CompositeRule,
     CudaKernel,
+    FlopsRule,
     HostOutputsRule,
     TemporariesRule,
     Temporary,
@@ -49,6 +50,20 @@ class OpFacts:
     host_outputs: HostOutputsRule | None = None  # indices of results that take no device memory
     composite: CompositeRule | None = None  # how CUDA decomposes an op that autograd never sees
     uses_cublas: Callable[[Sequence[Any]], bool] | None = None  # whether a call with these arguments does
+
+    # Work: what a step's time is estimated from.
+    is_free: bool = False  # nothing runs on the GPU
+    is_collective: bool = False
+    over_lists: bool = False  # of tensors
+    flops: FlopsRule | None = None  # of other ops than these only the bytes are counted
+    launches: int = 1  # of kernels
+    passes: int = 1  # over the inputs
+    reads_first: bool = True  # or the first argument says how the result looks
+    gathers: bool = False  # reads of its first argument what the result is made of
+    scatters: bool = False  # touches of its first argument, if in place, what the last tensor covers
+    only_writes: bool = False
+    elementwise: bool = False
+    waits: bool = False  # the host waits for the result, whose size depends on data
 
     # What CUDA refuses and fake tensors let through.
     same_dtype: tuple[str, ...] = ()  # the arguments that must have one dtype
@@ -105,12 +120,27 @@ cuda_kernel = _entering("results")
 temporaries = _entering("temporaries")
 host_outputs = _entering("host_outputs")
 composite = _entering("composite")
+flops = _entering("flops")
 
 
 class _Facts(dict[OpOverload, OpFacts]):
     def __missing__(self, func: OpOverload) -> OpFacts:
-        facts = self[func] = OpFacts(func, op_name(func), **_entered(func))
+        facts = self[func] = OpFacts(func, op_name(func), **(_derived(func) | _entered(func)))
         return facts
+
+
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+_OVER_LISTS = ("_foreach_", "_fused_ada", "_fused_sgd", "_amp_foreach_")
+
+
+def _derived(func: OpOverload) -> dict[str, Any]:
+    """What the op's tags, its schema and its name say."""
+    return {
+        "is_collective": func.namespace in _COLLECTIVES,
+        "is_free": (func.is_view and not func._schema.is_mutable) or func.namespace == "prim",
+        "over_lists": func.overloadpacket.__name__.startswith(_OVER_LISTS),
+        "elementwise": torch.Tag.pointwise in func.tags,
+    }
 
 
 def _entered(func: OpOverload) -> dict[str, Any]:

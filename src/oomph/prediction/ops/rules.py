@@ -23,6 +23,7 @@ CudaKernel = Callable[[Fake, OpOverload, Sequence[Any], dict[str, Any]], Any]
 TemporariesRule = Callable[[BoundArguments, GPU], Sequence["Temporary"]]
 HostOutputsRule = Callable[[BoundArguments], frozenset[int]]
 CompositeRule = Callable[["RuleContext", BoundArguments], Any]  # may return NotImplemented
+FlopsRule = Callable[[OpOverload, Sequence[Any], Mapping[str, Any], Any], "Flops"]
 
 
 class Search(NamedTuple):
@@ -41,6 +42,18 @@ class Estimated(int):
         found = super().__new__(cls, bytes)
         found.most = max(bytes, most)
         return found
+
+
+class Flops(NamedTuple):
+    """The arithmetic of one op, and how it can be spread over a GPU."""
+
+    flops: float
+    dtype: torch.dtype
+    kind: (
+        str  # "product", "unaligned product", "convolution", "depthwise convolution", "cudnn attention", ...
+    )
+    tiles: int = 0  # of the result, each a multiprocessor's work; 0: enough of them
+    depth: int = 0  # the length of a product's sums, which may be split too; the width of attention's heads
 
 
 # Bytes that a kernel's host code allocates for itself, in order. A positive number is an allocation, freed

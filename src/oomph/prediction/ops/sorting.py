@@ -39,6 +39,11 @@ from oomph.torch_internals import OpOverload
 
 aten = torch.ops.aten
 
+op("sort", launches=6)
+op("topk", launches=4)
+op("cumsum", launches=2)
+op("unique_consecutive _unique2 unique_dim", waits=True)
+
 # Sorts
 
 

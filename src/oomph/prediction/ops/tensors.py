@@ -12,6 +12,15 @@ from oomph.prediction.ops.rules import BoundArguments, RuleContext, contiguous_c
 
 aten = torch.ops.aten
 
+# Nothing runs on the GPU.
+op("empty empty_like empty_strided new_empty new_empty_strided set_ resize_", is_free=True)
+op("_unsafe_view detach alias lift_fresh _reshape_alias sym_size sym_numel", is_free=True)
+op("zeros_like ones_like full_like new_zeros new_ones new_full zero_ fill_", reads_first=False)
+op("rand_like randn_like randint_like", reads_first=False)
+op("bernoulli_ random_ normal_ uniform_ exponential_", reads_first=False)
+op("clone _to_copy", elementwise=True)
+op("copy_", elementwise=True, reads_first=False)
+op("slice_backward select_backward", launches=2)
 op("native_dropout.default", allocation_order=(1, 0))  # native/cuda/Dropout.cu
 
 

@@ -12,18 +12,17 @@ stream that waits for another, as computation does for copies, is moved to the o
 
 from __future__ import annotations
 
-import functools
 import itertools
-import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from oomph.gpus import GPU
-from oomph.prediction.ops.rules import bind
+from oomph.prediction.ops.registry import FACTS, OpFacts
+from oomph.prediction.ops.rules import Flops
 from oomph.prediction.tracer.streams import current_streams
 from oomph.records import PhaseWork, Work
 from oomph.torch_internals import OpOverload, group_size
@@ -75,41 +74,6 @@ class Kernel(NamedTuple):
     host_hooks: float = 0.0  # Python that torch calls on the way, in calls of a hook on a saved tensor
 
 
-_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-# The first argument says how the result looks, and is not read.
-_FIRST_ARGUMENT_NOT_READ = set(
-    "zeros_like ones_like full_like new_zeros new_ones new_full rand_like randn_like randint_like bernoulli_ "
-    "random_ normal_ uniform_ exponential_ zero_ fill_ copy_ _foreach_zero_ _foreach_copy_ "
-    "nll_loss_backward".split()
-)
-# Nothing runs on the GPU.
-_FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_", "resize_"}
-_FREE |= {"_unsafe_view", "detach", "alias", "lift_fresh", "_reshape_alias", "sym_size", "sym_numel"}
-# Of the first argument, only what the result is made of is read.
-_GATHERS = {"embedding", "index", "_unsafe_index", "gather", "index_select", "take", "nll_loss_forward"}
-# Of the first argument, if it is written in place, only what the last tensor covers is touched.
-_SCATTERS = {"index_put_", "_index_put_impl_", "index_add_", "scatter_add_", "scatter_", "index_copy_"}
-_SCATTERS |= {"index_put", "index_add", "scatter_add", "scatter", "embedding_dense_backward"}
-# Statistics are taken in a first pass over the inputs and applied in a second; gradients of a normalisation's
-# own parameters are summed in a pass of their own.
-_TWO_PASSES = set(
-    "native_batch_norm cudnn_batch_norm _batch_norm_with_update native_batch_norm_backward "
-    "cudnn_batch_norm_backward batch_norm_backward native_layer_norm_backward native_group_norm "
-    "native_group_norm_backward".split()
-)
-_COPIES = {"clone", "copy_", "_to_copy"}
-# Kernels that an op starts, where it is not one: sorting takes several, and so do gradients of two tensors.
-_LAUNCHES = {
-    **dict.fromkeys(("embedding_dense_backward", "index_put", "index_put_", "_index_put_impl_"), 8),
-    "sort": 6,
-    **dict.fromkeys(("topk", "nonzero", "native_group_norm_backward", "convolution_backward"), 4),
-    "native_layer_norm_backward": 3,
-    **{f"_scaled_dot_product_{each}_attention_backward": 3 for each in ("flash", "cudnn", "efficient")},
-    **dict.fromkeys(("cumsum", "native_batch_norm", "native_batch_norm_backward"), 2),
-    **dict.fromkeys(("slice_backward", "select_backward", "nll_loss_backward"), 2),
-}
-# The host waits for the result of these: they make tensors whose sizes depend on data.
-_WAITS = {"nonzero", "masked_select", "unique_consecutive", "_unique2", "unique_dim"}
 # torch's kernels over lists of tensors: elements and tensors that one launch takes at most.
 _LIST_ELEMENTS = 320 * 65536
 _LIST_TENSORS = 36
@@ -125,20 +89,6 @@ def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tenso
             for item in arg:
                 if isinstance(item, Tensor):
                     yield item
-
-
-class _OpTraits(NamedTuple):
-    """Properties of an op that do not depend on its arguments."""
-
-    free: bool
-    first_is_read: bool
-    gathers: bool
-    scatters: bool
-    passes: int
-    launches: int
-    over_lists: bool
-    waits: bool
-    elementwise: bool
 
 
 _HostCounts = tuple[int, int, float]  # ops, items and hooks, as Kernel has them
@@ -217,22 +167,22 @@ class KernelCounter:
         phase: str,
     ) -> None:
         """An op on the GPU, after it ran."""
-        kind = _traits_of(func)
+        facts = FACTS[func]
         self._host_ops += 1
-        if func.namespace in _COLLECTIVES:
+        if facts.is_collective:
             self._count_collective(func, args, given, phase)
             return
-        if kind.free:
+        if facts.is_free:
             return
         results = _results(out)
-        launches = kind.launches
-        if kind.over_lists:
+        launches = facts.launches
+        if facts.over_lists:
             written = _written_in_lists(func, args, results)
             self._host_items += len(given)
             elements = sum(tensor.numel() for tensor in written)
             launches = max(-(-len(given) // _LIST_TENSORS), -(-elements // _LIST_ELEMENTS))
-        moved = _moved(kind, func, args, given, results)
-        counted = flops_of(func, args, kwargs, out)
+        moved = _moved(facts, args, given, results)
+        counted = None if facts.flops is None else facts.flops(func, args, kwargs, out)
         if (
             counted is not None
             and counted.kind == "unaligned product"
@@ -240,11 +190,11 @@ class KernelCounter:
         ):
             counted = counted._replace(kind="even product")
         if counted is None:
-            self._append(phase, _access_pattern(kind, given, results), moved, launches)
+            self._append(phase, _access_pattern(facts, given, results), moved, launches)
         else:
             rate, tiles, depth = self._rate(counted), counted.tiles, counted.depth
             self._append(phase, counted.kind, moved, launches, rate, counted.flops, tiles=tiles, depth=depth)
-        if kind.waits:
+        if facts.waits:
             self.synchronize(phase)
 
     def _count_collective(
@@ -269,10 +219,10 @@ class KernelCounter:
         self, func: OpOverload, args: Sequence[Any], given: Sequence[torch.Tensor], out: Any, phase: str
     ) -> None:
         """An op on host tensors, after it ran: `count_host_op` counts its overhead, this the bytes."""
-        kind = _traits_of(func)
-        if kind.free or not self.counting:
+        facts = FACTS[func]
+        if facts.is_free or not self.counting:
             return
-        moved = _moved(kind, func, args, given, _results(out))
+        moved = _moved(facts, args, given, _results(out))
         if moved >= HOST_BYTES:
             self._append(phase, "host", moved)
 
@@ -400,26 +350,25 @@ def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _moved(
-    kind: _OpTraits,
-    func: OpOverload,
+    facts: OpFacts,
     args: Sequence[Any],
     given: Sequence[torch.Tensor],
     results: Sequence[torch.Tensor],
 ) -> int:
     """Bytes that an op reads and writes."""
-    if kind.over_lists:
-        read = given if kind.first_is_read else given[len(args[0]) :]
-        return distinct_bytes(read) + distinct_bytes(_written_in_lists(func, args, results))
+    if facts.over_lists:
+        read = given if facts.reads_first else given[len(args[0]) :]
+        return distinct_bytes(read) + distinct_bytes(_written_in_lists(facts.func, args, results))
     written = distinct_bytes(results)
     first = args[0] if args and isinstance(args[0], torch.Tensor) else None
-    if first is None or (kind.first_is_read and not kind.gathers and not kind.scatters):
-        return distinct_bytes(given) * kind.passes + written
-    if func.overloadpacket.__name__ == "nll_loss_backward":  # takes the logits only for their shape
+    if first is None or (facts.reads_first and not facts.gathers and not facts.scatters):
+        return distinct_bytes(given) * facts.passes + written
+    if facts.only_writes:
         return written
     others = distinct_bytes(tensor for tensor in given if tensor is not first)
-    if kind.gathers:
+    if facts.gathers:
         return others + written + min(distinct_bytes((first,)), written)
-    if kind.scatters:
+    if facts.scatters:
         if any(result is first for result in results):
             return others + 2 * min(written, others)
         return others + distinct_bytes((first,)) + written
@@ -450,147 +399,17 @@ def _written_in_lists(
     return written
 
 
-def _access_pattern(kind: _OpTraits, given: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> str:
+def _access_pattern(facts: OpFacts, given: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> str:
     """How an op goes over memory: straight, by strides, or wherever an index points to."""
-    if kind.scatters:
+    if facts.scatters:
         return "scatter"
-    if kind.elementwise and results:
+    if facts.elementwise and results:
         elements = results[0].numel()
         for tensor in given:
             count = tensor.numel()
             if count > 1 and (count != elements or not tensor.is_contiguous()):
                 return "strided" if results[0].element_size() >= 4 else "strided half"
     return "memory"
-
-
-@functools.cache
-def _traits_of(func: OpOverload) -> _OpTraits:
-    name = func.overloadpacket.__name__
-    over_lists = name.startswith(("_foreach_", "_fused_ada", "_fused_sgd", "_amp_foreach_"))
-    return _OpTraits(
-        free=name in _FREE or (func.is_view and not func._schema.is_mutable) or func.namespace == "prim",
-        first_is_read=name not in _FIRST_ARGUMENT_NOT_READ,
-        gathers=name in _GATHERS,
-        scatters=name in _SCATTERS,
-        passes=2 if name in _TWO_PASSES else 1,
-        launches=_LAUNCHES.get(name, 1),
-        over_lists=over_lists,
-        waits=name in _WAITS,
-        elementwise=torch.Tag.pointwise in func.tags or name in _COPIES,
-    )
-
-
-# ---------------------------------------------------------------------------------------------- flops
-
-_TILE = 128  # the side of the tile of a result that one multiprocessor commonly makes
-
-
-class Flops(NamedTuple):
-    """The arithmetic of one op, and how it can be spread over a GPU."""
-
-    flops: float
-    dtype: torch.dtype
-    kind: (
-        str  # "product", "unaligned product", "convolution", "depthwise convolution", "cudnn attention", ...
-    )
-    tiles: int = 0  # of the result, each a multiprocessor's work; 0: enough of them
-    depth: int = 0  # the length of a product's sums, which may be split too; the width of attention's heads
-
-
-FlopsRule = Callable[[OpOverload, Sequence[Any], Mapping[str, Any], Any], Flops]
-
-
-def flops_of(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Flops | None:
-    rule = FLOPS.get(func)
-    return rule(func, args, kwargs, out) if rule is not None else None
-
-
-def _multiplied(left: Tensor, right: Tensor) -> Flops:
-    """Of [..., M, K] with [..., K, N]."""
-    *batch, rows, depth = left.shape
-    columns, count = right.shape[-1], math.prod(batch)
-    tiles = count * -(-rows // _TILE) * -(-columns // _TILE)
-    aligned = left.element_size() != 2 or not (
-        columns % 8 or _leading_dimension(left) % 8 or _leading_dimension(right) % 8
-    )
-    kind = "product" if aligned else "unaligned product"
-    return Flops(2.0 * count * rows * columns * depth, left.dtype, kind, tiles, depth)
-
-
-def _leading_dimension(matrix: Tensor) -> int:
-    """How far apart two rows (or columns) lie in memory, in elements; 0 where there is only one."""
-    down, across = matrix.stride()[-2:]
-    rows, columns = matrix.shape[-2:]
-    if across == 1 and columns > 1:
-        return down if rows > 1 else 0
-    return across if columns > 1 else 0
-
-
-def _product(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Flops:
-    return _multiplied(args[0], args[1])
-
-
-def _product_and_sum(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Flops:
-    return _multiplied(args[1], args[2])
-
-
-def _grouped(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Flops:
-    """Groups of rows, each with its own matrix; or of a long sum, each with its own result."""
-    left, right = args[0], args[1]
-    groups = left.shape[0] if left.dim() == 3 and right.dim() == 2 else 1
-    return Flops(2.0 * left.numel() * right.shape[-1] / groups, left.dtype, "product")
-
-
-def _convolution(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Flops:
-    input, weight, transposed = args[0], args[1], args[6]
-    return _convolved(input if transposed else out, weight, 1)
-
-
-def _convolution_backward(
-    func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
-) -> Flops:
-    gradient, input, weight, transposed, wanted = args[0], args[1], args[2], args[7], args[10]
-    return _convolved(input if transposed else gradient, weight, int(wanted[0]) + int(wanted[1]))
-
-
-def _convolved(places: Tensor, weight: Tensor, times: int) -> Flops:
-    """Every weight once at each place of the result (of the input, where the convolution is transposed)."""
-    positions = places.numel() // max(places.shape[1], 1)
-    kind = "depthwise convolution" if weight.shape[1] == 1 else "convolution"
-    return Flops(2.0 * positions * weight.numel() * times, weight.dtype, kind)
-
-
-def _attention(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Flops:
-    """Scores and their product with the values; backward: the scores again, and four gradients."""
-    call = bind(func, args, kwargs)
-    query, key, value = call["query"], call["key"], call["value"]
-    pairs = query.numel() // max(query.shape[-1], 1) * key.shape[-2]
-    if call["is_causal"]:
-        pairs /= 2
-    width, result = query.shape[-1], value.shape[-1]
-    each = 3 * width + 2 * result if "backward" in func.overloadpacket.__name__ else width + result
-    backend = func.overloadpacket.__name__.removeprefix("_scaled_dot_product_").split("_")[0]
-    return Flops(2.0 * pairs * each, query.dtype, f"{backend} attention", depth=width)
-
-
-_PRODUCTS = (aten.mm, aten.bmm)
-_PRODUCTS_AND_SUMS = (aten.addmm, aten.baddbmm)
-_OVERLOADS = ("default", "dtype", "out", "dtype_out")
-FLOPS: dict[OpOverload, FlopsRule] = {
-    **{getattr(packet, name): _product for packet in _PRODUCTS for name in _OVERLOADS},
-    **{getattr(packet, name): _product_and_sum for packet in _PRODUCTS_AND_SUMS for name in _OVERLOADS},
-    aten.addmm_.default: _product_and_sum,
-    aten.baddbmm_.default: _product_and_sum,
-    aten._addmm_activation.default: _product_and_sum,
-    aten._grouped_mm.default: _grouped,
-    aten.convolution.default: _convolution,
-    aten.convolution_backward.default: _convolution_backward,
-    **{
-        getattr(aten, f"_scaled_dot_product_{backend}_attention{direction}").default: _attention
-        for backend in ("flash", "efficient", "cudnn")
-        for direction in ("", "_backward")
-    },
-}
 
 
 # ---------------------------------------------------------------------------------------------------- seconds
