@@ -29,7 +29,8 @@ from oomph.prediction.isolation import (
 from oomph.prediction.program import Script, run_script
 from oomph.prediction.result import card_of, nccl_buffers, prediction_of, settings_of
 from oomph.prediction.tracer.batch_sizes import BatchSizes, Sizes
-from oomph.prediction.tracer.dispatch import WrongDevice, count_uses_of_gradient, remember_uses_of_gradient
+from oomph.prediction.tracer.dispatch import WrongDevice
+from oomph.prediction.tracer.gradient_reuse import count_uses_of_gradient, remember_uses_of_gradient
 from oomph.prediction.tracer.session import tracing
 from oomph.prediction.tracer.tracer import OpLog, Tracer
 from oomph.records import OpRow, Prediction, Progress

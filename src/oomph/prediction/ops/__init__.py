@@ -15,6 +15,7 @@ from oomph.prediction.ops import (
     recurrent,
     reductions,
     sorting,
+    sparse,
     tensors,
 )
 
@@ -32,6 +33,7 @@ __all__ = [
     "recurrent",
     "reductions",
     "sorting",
+    "sparse",
     "tensors",
     "workspaces",
 ]

@@ -549,6 +549,8 @@ def _log_sum_exp(call: BoundArguments) -> frozenset[int]:
 
 for _backend in ("flash", "efficient", "cudnn"):
     op(f"_scaled_dot_product_{_backend}_attention_backward", launches=3)
+    # It takes the random seed, which the forward may leave on the host.
+    op(f"_scaled_dot_product_{_backend}_attention_backward.default", takes_two_devices=True)
 
 
 @flops(

@@ -37,6 +37,25 @@ from oomph.torch_internals import OpOverload
 
 aten = torch.ops.aten
 
+op("index.Tensor _unsafe_index.Tensor masked_select.default", takes_masks=True)
+op(
+    "index_put.default index_put_.default _index_put_impl_.default _unsafe_index_put.default",
+    takes_masks=True,
+    assigns_by_index=True,
+)
+op("index.Tensor index_put.default index_put_.default _index_put_impl_.default", takes_two_devices=True)
+op("_unsafe_index.Tensor _unsafe_index_put.default", takes_two_devices=True)
+op("embedding.default", looks_up=lambda table, indices, *_: [(0, indices)])
+op("index_select.default gather.default", looks_up=lambda table, dim, indices, *_: [(dim, indices)])
+op("index.Tensor", looks_up=lambda table, indices: enumerate(indices))
+# The formulas of gather, index, max and their like scatter a gradient into fresh zeros.
+op(
+    """
+    scatter.src scatter.value scatter_add.default index_put.default index_add.default
+    masked_scatter.default index_fill.int_Tensor
+    """,
+    reuses_first=("fresh zeros",),
+)
 op("embedding index _unsafe_index gather index_select take", gathers=True)
 op("index_add_ scatter_add_ scatter_ index_copy_ index_add scatter_add scatter", scatters=True)
 # Sorted first: several kernels.

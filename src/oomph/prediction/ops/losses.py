@@ -27,6 +27,12 @@ op("nll_loss_forward", gathers=True)
 op("nll_loss_backward", reads_first=False, only_writes=True, launches=2)  # the logits' shape is taken
 op("nll_loss_forward.default", same_dtype=("self", "weight"))
 op("nll_loss2d_forward.default", nondeterministic=lambda call: call["reduction"] != _NO_REDUCTION)
+op("_ctc_loss.Tensor _ctc_loss_backward.Tensor", takes_two_devices=True)  # lengths are on the host
+op("multi_margin_loss.default multi_margin_loss_backward.default", half_on_cuda_only=True)
+op(
+    "multilabel_margin_loss_forward.default multilabel_margin_loss_backward.default",
+    half_on_cuda_only=True,
+)
 op("_ctc_loss_backward.default", nondeterministic=always)
 
 

@@ -32,6 +32,7 @@ op(
     """,
     uses_cublas=always,
 )
+op("mm.default addmm.default bmm.default baddbmm.default mm.out addmm.out", is_plain=True)
 op("_grouped_mm.default", uses_cublas=lambda args: args[0].dtype != torch.bfloat16)  # in a loop over groups
 
 _DTYPES = frozenset(

@@ -310,6 +310,9 @@ def _batch_norm(context: RuleContext, call: BoundArguments) -> Any:
 
 # Softmax
 
+op("_softmax.default _softmax_backward_data.default", is_plain=True)
+op("_log_softmax.default _log_softmax_backward_data.default", is_plain=True)
+
 
 temporaries(aten._softmax.default, aten._log_softmax.default)(contiguous_copies("self"))
 temporaries(aten._log_softmax_backward_data.default)(contiguous_copies("grad_output", "output"))

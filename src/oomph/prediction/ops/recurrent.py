@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from oomph.gpus import GPU
 from oomph.prediction.ops.reductions import reduce
-from oomph.prediction.ops.registry import composite, cuda_kernel, host_outputs, temporaries
+from oomph.prediction.ops.registry import composite, cuda_kernel, host_outputs, op, temporaries
 from oomph.prediction.ops.rules import (
     NEXT_RESULT,
     BoundArguments,
@@ -328,6 +328,8 @@ def _packed_states(call: RecurrentCall, cell: _Cell) -> int:
 
 
 # Sequences of several lengths
+
+op("_pack_padded_sequence.default", takes_two_devices=True)  # lengths are on the host
 
 
 @cuda_kernel(aten._pack_padded_sequence.default)

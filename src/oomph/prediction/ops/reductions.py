@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from oomph.gpus import GPU
-from oomph.prediction.ops.registry import temporaries
+from oomph.prediction.ops.registry import op, temporaries
 from oomph.prediction.ops.rules import HALF, BoundArguments, freed
 from oomph.torch_internals import make_contiguous_strides_for
 
@@ -244,6 +244,8 @@ def _threads_per_multiprocessor(gpu: GPU) -> int:
 
 
 # The ops
+
+op("sum.default sum.dim_IntList mean.dim", is_plain=True)
 
 
 def _dims(call: BoundArguments) -> tuple[int, ...] | None:

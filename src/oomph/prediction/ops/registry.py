@@ -12,7 +12,7 @@ are deterministic by now, such as cumsum.)
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -34,6 +34,8 @@ from oomph.prediction.ops.rules import (
 from oomph.torch_internals import OpOverload, deterministic_required
 
 T = TypeVar("T")
+LookUpRule = Callable[..., Iterable[tuple[int, Any]]]
+KERNEL_OP = "oomph::kernel"  # called by a Triton kernel's launcher in place of the launch, on fake tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,25 @@ class OpFacts:
 
     func: OpOverload
     name: str
+
+    # On fake tensors.
+    is_kernel: bool = False  # stands for the launch of a Triton kernel
+    is_view: bool = False  # of its first argument, without any effect of its own
+    is_plain: bool = False  # its meta kernel, in C++, gives what it gives on fake tensors
+    is_factory: bool = False  # takes no tensor
+    initialises: bool = False  # its first argument, with numbers that nobody asks for
+    half_on_cuda_only: bool = False  # torch fakes it by the CPU's kernels, which lack those types
+    makes_sparse: bool = False
+
+    # What it does with the values and the devices of its arguments.
+    reads: bool = False  # the host waits for values, and gets them
+    takes_two_devices: bool = False
+    takes_masks: bool = False
+    assigns_by_index: bool = False
+    looks_up: LookUpRule | None = None  # dimensions of the first argument, and the indices of each
+    # Where autograd writes the result into the first argument, in the backward pass of plain tensors: into
+    # "fresh zeros", into one of a "sum of gradients", or into what these nodes have just made.
+    reuses_first: tuple[str, ...] = ()
 
     # Memory.
     results: CudaKernel | None = None  # where the fake CPU kernel gives another shape, dtype or layout
@@ -136,6 +157,9 @@ _OVER_LISTS = ("_foreach_", "_fused_ada", "_fused_sgd", "_amp_foreach_")
 def _derived(func: OpOverload) -> dict[str, Any]:
     """What the op's tags, its schema and its name say."""
     return {
+        "is_kernel": func._schema.name == KERNEL_OP,
+        "is_factory": not any("Tensor" in str(argument.type) for argument in func._schema.arguments),
+        "reads": torch.Tag.data_dependent_output in func.tags,
         "is_collective": func.namespace in _COLLECTIVES,
         "is_free": (func.is_view and not func._schema.is_mutable) or func.namespace == "prim",
         "over_lists": func.overloadpacket.__name__.startswith(_OVER_LISTS),

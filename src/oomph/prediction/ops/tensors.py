@@ -12,6 +12,25 @@ from oomph.prediction.ops.rules import BoundArguments, RuleContext, contiguous_c
 
 aten = torch.ops.aten
 
+op(
+    """
+    view.default _unsafe_view.default detach.default alias.default transpose.int t.default permute.default
+    expand.default slice.Tensor select.int unsqueeze.default squeeze.dim squeeze.dims as_strided.default
+    split.Tensor split_with_sizes.default unbind.int
+    """,
+    is_view=True,
+    is_plain=True,
+)
+op(
+    """
+    empty.memory_format zeros.default ones.default new_empty.default new_zeros.default new_ones.default
+    empty_like.default zeros_like.default ones_like.default zero_.default fill_.Scalar
+    clone.default cat.default _to_copy.default copy_.default
+    """,
+    is_plain=True,
+)
+op("normal_.default uniform_.default bernoulli_.float random_.default", initialises=True)
+op("copy_.default _to_copy.default set_.source_Storage", takes_two_devices=True)
 # Nothing runs on the GPU.
 op("empty empty_like empty_strided new_empty new_empty_strided set_ resize_", is_free=True)
 op("_unsafe_view detach alias lift_fresh _reshape_alias sym_size sym_numel", is_free=True)

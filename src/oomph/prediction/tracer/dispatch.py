@@ -10,15 +10,14 @@ import contextlib
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
-from oomph.errors import UnknownOp, UserError
+from oomph.errors import UnknownOp
 from oomph.prediction.ops.composites import run_composite
 from oomph.prediction.ops.matmul import CublasWorkspaces
 from oomph.prediction.ops.registry import (
@@ -29,13 +28,11 @@ from oomph.prediction.ops.registry import (
     temporaries_of,
 )
 from oomph.prediction.ops.rules import (
+    HALF,
     NEXT_RESULT,
-    CudaKernel,
     Estimated,
-    HostOutputsRule,
     Search,
     Temporary,
-    aten_ops,
     bind,
     is_program_error,
     op_name,
@@ -43,40 +40,29 @@ from oomph.prediction.ops.rules import (
 )
 from oomph.prediction.patches import Patches
 from oomph.prediction.tracer.attribution import find_site
-from oomph.prediction.tracer.fast_path import (
-    INITIALISERS,
-    VIEWS,
-    FastPath,
-    broadcasts_into,
-    described_call,
-    is_dense,
-)
+from oomph.prediction.tracer.fast_path import FastPath, broadcasts_into, described_call
+from oomph.prediction.tracer.gradient_reuse import GradientReuse
 from oomph.prediction.tracer.placement import PlacementMode, without_cuda
 from oomph.prediction.tracer.process_groups import take_values_of_ranks
-from oomph.prediction.tracer.recorder import sparse_parts
+from oomph.prediction.tracer.sparse import SparseTensors
 from oomph.prediction.tracer.streams import DEVICE
 from oomph.prediction.tracer.tracer import Tracer
 from oomph.prediction.tracer.values import OpCall, results_like_first_argument
-from oomph.prediction.tracer.work import KERNEL_OP, MODE_COST, tensors_in
+from oomph.prediction.tracer.work import MODE_COST, tensors_in
 from oomph.torch_internals import (
     FAKE_MODE_KEY,
     NO_KERNEL,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorMode,
     OpOverload,
     TorchDispatchMode,
     UnsupportedOperatorException,
     current_autograd_node,
     disable_torch_function,
     get_dispatch_mode,
-    in_kernel_invocation_manager,
     is_composite,
     is_dtensor,
     python_kernels,
-    storage_id,
-    storage_use_count,
-    tensor_use_count,
     tree_map_only,
 )
 
@@ -84,21 +70,6 @@ aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 _CPU = torch.device("cpu")
 
-# Ops that take tensors of two devices on purpose. _pack_padded_sequence and CTC take lengths on the host;
-# fused attention's backward takes the random seed, which the forward may leave on the host.
-_CROSS_DEVICE = aten_ops("""
-    copy_.default _to_copy.default index.Tensor index_put.default index_put_.default _index_put_impl_.default
-    _unsafe_index.Tensor _unsafe_index_put.default set_.source_Storage _pack_padded_sequence.default
-    _ctc_loss.Tensor _ctc_loss_backward.Tensor
-    _scaled_dot_product_efficient_attention_backward.default
-    _scaled_dot_product_flash_attention_backward.default
-    _scaled_dot_product_cudnn_attention_backward.default
-""")
-_ASSIGNS_BY_INDEX = aten_ops("""
-    index_put.default index_put_.default _index_put_impl_.default _unsafe_index_put.default
-""")
-_TAKES_MASKS = aten_ops("index.Tensor _unsafe_index.Tensor") | _ASSIGNS_BY_INDEX
-_READS = aten_ops("_local_scalar_dense.default equal.default allclose.default")
 _FAKE = (FakeTensor,)
 _INT64 = {"dtype": torch.int64}
 _FEW_TENSORS = 4  # an op on more of them goes through a list
@@ -121,37 +92,6 @@ WrongDevice.__name__ = WrongDevice.__qualname__ = "RuntimeError"
 WrongDevice.__module__ = "builtins"
 
 
-# Ops that take elements by index -> of their arguments, the dimensions that the indices are of.
-_INDEXED: dict[OpOverload, Callable[..., Sequence[int]]] = {
-    aten.embedding.default: lambda table, *_: (0,),
-    aten.index_select.default: lambda table, dim, *_: (dim,),
-    aten.gather.default: lambda table, dim, *_: (dim,),
-    aten.index.Tensor: lambda table, indices: range(len(indices)),
-}
-_INDEX_ARGUMENT = {aten.index_select.default: 2, aten.gather.default: 2}
-
-
-class _OpTraits(NamedTuple):
-    """What the tables of rules say of an op, looked up once in a trace."""
-
-    facts: OpFacts
-    func: OpOverload  # kept alive, so that its id stays its own
-    name: str
-    is_view: bool
-    is_kernel: bool
-    takes_two_devices: bool
-    reads: bool
-    takes_masks: bool
-    checks_dtypes: bool
-    cuda_kernel: CudaKernel | None
-    may_reuse_gradient: bool
-    host_outputs: HostOutputsRule | None
-    allocation_order: tuple[int, ...] | None
-    has_temporaries: bool
-    calls_cublas: bool
-    is_deterministic: bool
-
-
 class DispatchMode(TorchDispatchMode):
     """Sits below autograd and autocast: sees exactly the aten ops that a GPU would run."""
 
@@ -161,10 +101,9 @@ class DispatchMode(TorchDispatchMode):
         self.placement = placement
         self.workspaces = CublasWorkspaces(tracer)
         self.fast_path = FastPath(tracer.fake_mode)
-        self._traits: dict[OpOverload, _OpTraits] = {}
         self._small_host_calls: set[Any] = set()  # with small results
         self.gradient_reuse = GradientReuse(tracer)
-        self._sparse = _SparseTensors(tracer, self._run)
+        self._sparse = SparseTensors(tracer, self._run)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -277,8 +216,8 @@ class DispatchMode(TorchDispatchMode):
 
     def _run(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         tracer = self.tracer
-        traits = self._traits.get(func) or self._traits_of(func)
-        if traits.is_view and isinstance(args[0], FakeTensor) and args[0].layout is torch.strided:
+        facts = FACTS[func]
+        if facts.is_view and isinstance(args[0], FakeTensor) and args[0].layout is torch.strided:
             # Nothing is allocated.
             tracer.guard.call("source line", func, tracer.record_autograd_node, _nothing)
             tracer.work.count_host_op()
@@ -288,13 +227,13 @@ class DispatchMode(TorchDispatchMode):
             if tracer.phase == "backward":
                 tracer.guard.call("gradient label", func, partial(tracer.mark_gradient, out), _nothing)
             return out
-        if traits.is_kernel:
+        if facts.is_kernel:
             return self._count_kernel(*args)
         tensors = list(tensors_in(args, kwargs))
         layout = next((each.layout for each in tensors if each.layout is not torch.strided), None)
         if func is aten._embedding_bag_backward.default and args[9]:
             return self._sparse.embedding_bag_backward(*args)
-        if layout is not None or func in _MAKES_SPARSE or func in _CONVERSIONS:
+        if layout is not None or facts.makes_sparse:
             if tracer.call.place != "gpu" and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
                 return func(*args, **kwargs)
             return self._sparse.run(func, args, kwargs)
@@ -305,9 +244,9 @@ class DispatchMode(TorchDispatchMode):
             return func(*args, **kwargs)  # without memory on any device
         if not gpu and tracer.call.place != "gpu" and not (not tensors and tracer.called_by_autograd()):
             return self._run_host_op(func, args, kwargs, tensors)
-        if gpu and len(gpu) < len(tensors) and not traits.takes_two_devices:
+        if gpu and len(gpu) < len(tensors) and not facts.takes_two_devices:
             self._check_devices(func, tensors)
-        if traits.reads:
+        if facts.reads:
             tracer.synchronize()
             return self._read(func, args, kwargs)
         if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
@@ -320,30 +259,9 @@ class DispatchMode(TorchDispatchMode):
             return self._masked_scatter_backward(*args)
         if func is aten.masked_select.default:
             func, args = aten.index.Tensor, self._indexed_by_mask(*args)
-        if traits.takes_masks and any(map(_is_mask, args[1])):
+        if facts.takes_masks and any(map(_is_mask, args[1])):
             return self._run_with_masks(func, args, kwargs)
         return self._run_gpu_op(func, args, kwargs, tensors, gpu)
-
-    def _traits_of(self, func: OpOverload) -> _OpTraits:
-        traits = self._traits[func] = _OpTraits(
-            facts=FACTS[func],
-            func=func,
-            name=op_name(func),
-            is_view=func in VIEWS,
-            is_kernel=func._schema.name == KERNEL_OP,
-            takes_two_devices=func in _CROSS_DEVICE,
-            reads=func in _READS,
-            takes_masks=func in _TAKES_MASKS or func is aten.masked_select.default,
-            checks_dtypes=bool(FACTS[func].same_dtype),
-            cuda_kernel=FACTS[func].results,
-            may_reuse_gradient=func in _MAY_REUSE,
-            host_outputs=FACTS[func].host_outputs,
-            allocation_order=FACTS[func].allocation_order,
-            has_temporaries=FACTS[func].temporaries is not None,
-            calls_cublas=FACTS[func].uses_cublas is not None,
-            is_deterministic=FACTS[func].nondeterministic is None,
-        )
-        return traits
 
     def _read(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """What the host reads of tensors whose values may not be known."""
@@ -385,7 +303,7 @@ class DispatchMode(TorchDispatchMode):
         An assignment that sorts frees the lists once they are one linear index (native/cuda/Indexing.cu).
         """
         call = bind(func, args, kwargs)
-        assigns = func in _ASSIGNS_BY_INDEX
+        assigns = FACTS[func].assigns_by_index
         if assigns and self._is_masked_fill(call):
             tensors = list(tensors_in(args, kwargs))
             return self._run_gpu_op(func, args, kwargs, tensors, tensors)
@@ -470,18 +388,18 @@ class DispatchMode(TorchDispatchMode):
     ) -> Any:
         """`expanded`: the arguments as the rule for temporaries sees them, with index lists for masks."""
         tracer, guard = self.tracer, self.tracer.guard
-        traits = self._traits.get(func) or self._traits_of(func)
-        if traits.checks_dtypes:
-            guard.call("dtype check", func, partial(check_dtypes, traits.facts, args, kwargs), _nothing)
+        facts = FACTS[func]
+        if facts.same_dtype:
+            guard.call("dtype check", func, partial(check_dtypes, facts, args, kwargs), _nothing)
         first_event = len(tracer.recorder.events)
         guard.call("source line", func, tracer.record_autograd_node, _nothing)
-        if traits.cuda_kernel is not None:
-            rule = partial(traits.cuda_kernel, self._fake, func, args, kwargs)
+        if facts.results is not None:
+            rule = partial(facts.results, self._fake, func, args, kwargs)
             out = guard.call("results", func, rule, partial(self._general_results, func, args, kwargs))
         elif (
-            traits.may_reuse_gradient
+            facts.reuses_first
             and tracer.phase == "backward"
-            and self.gradient_reuse.writes_into_first(func, args)
+            and self.gradient_reuse.writes_into_first(facts, args)
             and tracer.called_by_autograd()
         ):
             out = args[0]
@@ -500,16 +418,16 @@ class DispatchMode(TorchDispatchMode):
             lengths = tracer.values.known(args[1])
             if lengths is not None:
                 tracer.batch_sizes.check_lengths(args[0], lengths, args[2])
-        if func in _INDEXED and tracer.phase == "forward":
-            guard.call("index check", func, partial(self._check_index, func, args), _nothing)
+        if facts.looks_up is not None and tracer.phase == "forward":
+            guard.call("index check", func, partial(self._check_index, facts, args), _nothing)
         if func is aten.embedding.default:
             guard.call("rows", func, partial(tracer.record_embedding, args[0], args[1]), _nothing)
         if tracer.call.place != "host":
-            self._record_results(traits, expanded or args, kwargs, tensors, out)
+            self._record_results(facts, expanded or args, kwargs, tensors, out)
             if is_move:
                 tracer.record_move(args[0], out)
-            if not traits.is_deterministic:
-                self._check_deterministic(traits.facts, args, kwargs)
+            if facts.nondeterministic is not None:
+                self._check_deterministic(facts, args, kwargs)
         if tracer.work.counting and not self._count_copy(func, args, kwargs, gpu):
             rule = partial(tracer.work.op, func, args, kwargs, tensors, out, tracer.phase)
             guard.call("flops", func, rule, partial(tracer.work.kernel, tensors, tracer.phase, kind="memory"))
@@ -537,7 +455,7 @@ class DispatchMode(TorchDispatchMode):
 
     def _record_results(
         self,
-        traits: _OpTraits,
+        facts: OpFacts,
         args: Sequence[Any],
         kwargs: dict[str, Any],
         given: Sequence[torch.Tensor],
@@ -545,19 +463,19 @@ class DispatchMode(TorchDispatchMode):
     ) -> None:
         """Record the op's results, the workspaces it is the first to need, and its temporaries."""
         tracer, guard = self.tracer, self.tracer.guard
-        func, name = traits.func, traits.name
+        func, name = facts.func, facts.name
         results = out if isinstance(out, (list, tuple)) else (out,)
         if out is None and tracer.phase == "forward":  # a foreach op that wrote into its first list
             results = tuple(args[:1])
-        if (host_outputs := traits.host_outputs) is not None:
+        if (host_outputs := facts.host_outputs) is not None:
             on_host = guard.call(
                 "host results", func, lambda: host_outputs(bind(func, args, kwargs)), frozenset
             )
             results = [result for index, result in enumerate(results) if index not in on_host]
-        if traits.allocation_order is not None:
-            results = [results[index] for index in traits.allocation_order]
+        if facts.allocation_order is not None:
+            results = [results[index] for index in facts.allocation_order]
         sizes: list[Temporary] = []
-        if traits.has_temporaries:
+        if facts.temporaries is not None:
             rule = partial(temporaries_of, func, args, kwargs, tracer.gpu)
             sizes = guard.call("temporaries", func, rule, list)
 
@@ -571,8 +489,8 @@ class DispatchMode(TorchDispatchMode):
         first = max(0, len(made) - sizes.count(NEXT_RESULT))
         for tensor in made[:first]:
             record(tensor)
-        if traits.calls_cublas:
-            guard.call("workspace", func, partial(self.workspaces.allocate, traits.facts, args), _nothing)
+        if facts.uses_cublas is not None:
+            guard.call("workspace", func, partial(self.workspaces.allocate, facts, args), _nothing)
         self._record_temporaries(name, sizes, map(record, made[first:]))
 
     def _record_temporaries(
@@ -602,12 +520,11 @@ class DispatchMode(TorchDispatchMode):
             where = "" if site is None else f" of {site.file}:{site.line}"
             raise program_error(RuntimeError(f"{func.overloadpacket.__name__}{where}{NO_KERNEL}"))
 
-    def _check_index(self, func: OpOverload, args: Sequence[Any]) -> None:
+    def _check_index(self, facts: OpFacts, args: Sequence[Any]) -> None:
         """Raise where CUDA's kernels assert: for an index that is known, and beyond the table."""
-        table, dims, indices = args[0], _INDEXED[func](*args), args[_INDEX_ARGUMENT.get(func, 1)]
-        for dim, index in zip(
-            dims, indices if isinstance(indices, (list, tuple)) else [indices], strict=False
-        ):
+        assert facts.looks_up is not None
+        table = args[0]
+        for dim, index in facts.looks_up(*args):
             if index is None or index.dtype not in (torch.int64, torch.int32) or not index.numel():
                 continue
             found = self.tracer.values.of(index)
@@ -615,7 +532,7 @@ class DispatchMode(TorchDispatchMode):
                 raise program_error(
                     IndexError(
                         f"index {int(found.values.max())} is out of range for dimension {dim} of size "
-                        f"{table.shape[dim]} ({op_name(func)} of a tensor of shape {list(table.shape)})"
+                        f"{table.shape[dim]} ({facts.name} of a tensor of shape {list(table.shape)})"
                     )
                 )
 
@@ -672,7 +589,7 @@ class DispatchMode(TorchDispatchMode):
             except DynamicOutputShapeException:
                 break
             except Exception as error:
-                if isinstance(error, NotImplementedError) and func in _HALF_ON_CUDA_ONLY:
+                if isinstance(error, NotImplementedError) and FACTS[func].half_on_cuda_only:
                     return self._faked_in_float32(func, args, kwargs)
                 if is_program_error(error):
                     raise
@@ -699,7 +616,7 @@ class DispatchMode(TorchDispatchMode):
         half = next(tensors_in(args, kwargs)).dtype
 
         def cast(to: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.dtype not in (torch.float32, *_HALF):
+            if tensor.dtype not in (torch.float32, *HALF):
                 return tensor
             return self._fake(aten._to_copy.default, (tensor,), {"dtype": to})
 
@@ -734,11 +651,11 @@ class DispatchMode(TorchDispatchMode):
     ) -> Any:
         """Fake, and not counted, where it is large or made of fake tensors; else real."""
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            if func in _READS:
+            if FACTS[func].reads:
                 return self._read(func, args, kwargs)
             if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
                 return self._copy_into_real(args[0], args[1])
-            if func in INITIALISERS:
+            if FACTS[func].initialises:
                 self.tracer.draw_on_host(args[0], lambda real: func(real, *args[1:], **kwargs))
             out = self._fake(func, *tree_map_only(torch.Tensor, _without_graph, (args, kwargs)))
             self._propagate_values(func, args, kwargs, tensors, out)
@@ -846,333 +763,3 @@ def _is_mask(index: Any) -> bool:
 
 def _bytes_of(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-# The formulas of gather, index, max and their like scatter a gradient into fresh zeros.
-_GRADIENT_SCATTERS = aten_ops("""
-    scatter.src scatter.value scatter_add.default index_put.default index_add.default
-    masked_scatter.default index_fill.int_Tensor
-""")
-# Ops of other formulas that write into what their node has just made, except for tensor subclasses
-# (FunctionsManual.cpp).
-_MASKS_COMBINED = aten_ops("logical_and.default logical_or.default")
-_WRITTEN_IN_PLACE: dict[str, set[OpOverload]] = {
-    **dict.fromkeys(("MaxBackward1", "MinBackward1", "MedianBackward0", "ClampBackward0"), _MASKS_COMBINED),
-    "BinaryCrossEntropyBackward0": aten_ops("mul.Tensor"),
-}
-_MAY_REUSE = {aten.add.Tensor, *_GRADIENT_SCATTERS}.union(*_WRITTEN_IN_PLACE.values())
-_HALF = (torch.float16, torch.bfloat16)
-_HALF_ON_CUDA_ONLY = aten_ops("""
-    multi_margin_loss.default multi_margin_loss_backward.default
-    multilabel_margin_loss_forward.default multilabel_margin_loss_backward.default
-""")
-_ZEROS = {"aten.new_zeros", "aten.zeros", "aten.zeros_like"}
-
-
-class GradientReuse:
-    """Where autograd writes into a tensor that it already holds, rather than making a new one.
-
-    It does so for plain tensors and never for tensor subclasses such as our fakes: their sums and scatters
-    arrive as ordinary ops, each with a result of its own. Whether a real tensor would have been reused
-    follows from its reference counts, compared with those of a tensor that autograd alone holds.
-    """
-
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
-        self._sole_owner_counts = _uses_of_gradient or count_uses_of_gradient()
-
-    def writes_into_first(self, func: OpOverload, args: Sequence[Any]) -> bool:
-        """Whether autograd would write the op's result into its first argument."""
-        if func in _GRADIENT_SCATTERS:
-            allocation = self._tracer.recorder.allocation_of(args[0])
-            return allocation is not None and allocation.op in _ZEROS
-        if func is aten.add.Tensor:
-            return self._is_sum_of_gradients(*args[:2])
-        node = current_autograd_node()
-        in_place = () if node is None else _WRITTEN_IN_PLACE.get(node.name(), ())
-        return func in in_place and self._tracer.made_by_running_node(args[0])
-
-    def _is_sum_of_gradients(self, first: Any, second: Any) -> bool:
-        """A tensor used twice gets two gradients; the second is added to the first if autograd owns it.
-
-        Not while backward makes a graph of its own (input_buffer.cpp)."""
-        if torch.is_grad_enabled() or not isinstance(first, FakeTensor) or not isinstance(second, FakeTensor):
-            return False
-        if first.shape != second.shape or first.dtype != second.dtype:
-            return False
-        if not is_dense(first.shape, first.stride()) or _use_counts(first) != self._sole_owner_counts:
-            return False
-        return not self._tracer.made_by_running_node(first) or _has_repeated_edge(current_autograd_node())
-
-
-def _has_repeated_edge(node: Any) -> bool:
-    """Whether a node has two gradients for one input of another, as x * x has. A sum of two tensors that any
-    other node has just made is a part of its formula."""
-    edges = [edge for edge in node.next_functions if edge[0] is not None]
-    return len(set(edges)) < len(edges)
-
-
-def _use_counts(tensor: torch.Tensor) -> tuple[int, int]:
-    return tensor_use_count(tensor), storage_use_count(storage_id(tensor.untyped_storage()))
-
-
-_uses_of_gradient: tuple[int, int] | None = None
-
-
-def remember_uses_of_gradient(counts: tuple[int, int]) -> None:
-    """What `count_uses_of_gradient` has found, here or in a fork of this process."""
-    global _uses_of_gradient
-    _uses_of_gradient = counts
-
-
-def count_uses_of_gradient() -> tuple[int, int]:
-    """Of a tensor that autograd alone holds. The dispatch path adds some, in each torch release others."""
-    found: list[tuple[int, int]] = []
-    mode = FakeTensorMode()
-
-    class RecordUseCounts(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is aten.add.Tensor and current_autograd_node() is not None:
-                found.append(_use_counts(args[0]))
-            return mode.__torch_dispatch__(func, types, args, kwargs or {})
-
-    with torch.inference_mode(False), torch.enable_grad(), disable_torch_function(), RecordUseCounts():
-        leaf = torch.ones(2, requires_grad=True)
-        twice = leaf * 2
-        (twice * 2 + twice * 2).sum().backward()  # both gradients are autograd's alone
-    return found[0]
-
-
-# --------------------------------------------------------------------------------------------- sparse tensors
-
-# Their memory is that of their indices and values. How many elements of a result are not zero depends on
-# values. Rule: as many as of the sparse argument, whose indices are all distinct; of a dense one, what
-# nonzero finds.
-_MAKE_COO = aten._sparse_coo_tensor_with_dims_and_tensors.default
-_MAKE_COMPRESSED = aten_ops("""
-    sparse_compressed_tensor.comp_plain_value_size _sparse_compressed_tensor_unsafe.default
-""")
-_MAKES_SPARSE = _MAKE_COMPRESSED | {_MAKE_COO}
-_INDICES = aten_ops("""
-    crow_indices.default ccol_indices.default col_indices.default row_indices.default
-""")
-_VIEWS = _INDICES | aten_ops("""
-    _indices.default indices.default _values.default values.default detach.default is_coalesced.default
-""")
-_CONVERSIONS: dict[OpOverload, torch.layout] = {
-    aten._to_sparse.default: torch.sparse_coo,  # or the layout that it is given
-    aten._to_sparse.sparse_dim: torch.sparse_coo,
-    aten._to_sparse_csr.default: torch.sparse_csr,
-    aten._to_sparse_csc.default: torch.sparse_csc,
-    aten._to_sparse_bsr.default: torch.sparse_bsr,
-    aten._to_sparse_bsc.default: torch.sparse_bsc,
-}
-_COMPRESSED = {torch.sparse_csr: 0, torch.sparse_csc: 1}  # layout -> the dimension of compressed indices
-_COPIES = aten_ops("_coalesce.default clone.default sparse_mask.default")
-_TRANSPOSES = aten_ops("t.default transpose.int")
-_PRODUCTS = aten_ops("mm.default addmm.default _sparse_addmm.default")
-_Run = Callable[[OpOverload, Sequence[Any], dict[str, Any]], Any]
-
-
-class _SparseTensors:
-    """`run` runs an op on dense tensors, and records what it allocates."""
-
-    def __init__(self, tracer: Tracer, run: _Run) -> None:
-        self._tracer, self._run_dense = tracer, run
-        self._indices = WeakIdKeyDictionary()  # storages of indices -> their values
-
-    def run(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """An op that takes or gives a sparse tensor."""
-        fake = self._tracer.fake_mode
-        if func is _MAKE_COO:
-            return fake.__torch_dispatch__(func, (), args, kwargs)
-        if func in _VIEWS:
-            view: Any = fake.__torch_dispatch__(func, (), args, kwargs)
-            return self._with_values(view) if func in _INDICES else view
-        if func in _MAKE_COMPRESSED:
-            return self._made(args[:3], args[3], kwargs["layout"])
-        if func is aten.add_.Tensor and args[0].layout is torch.strided:
-            return args[0]
-        source = args[-1] if func is aten.sparse_mask.default else args[0]
-        if func in _CONVERSIONS:
-            options = bind(func, args, kwargs)
-            dense_dim = options.get("dense_dim") or source.dim() - options.get("sparse_dim", source.dim())
-            return self._converted(source, options.get("layout") or _CONVERSIONS[func], dense_dim)
-        is_coo = source.layout is torch.sparse_coo
-        transposes = is_coo and func in _TRANSPOSES
-        if func in _COPIES or transposes:
-            if func is aten._coalesce.default:
-                return self._coalesced(source)
-            parts = [self._run_dense(aten.clone.default, (part,), {}) for part in sparse_parts(source)]
-            shape = list(source.shape)
-            if transposes:
-                first, second = args[1:] or (0, 1)
-                shape[first], shape[second] = shape[second], shape[first]
-            coalesced = is_coo and not transposes and source.is_coalesced()
-            return self._made(parts, shape, source.layout, source.dense_dim(), coalesced)
-        if func is aten._to_copy.default:
-            options = {name: value for name, value in kwargs.items() if name != "layout"}
-            indices = {**options, "dtype": None}
-            *positions, values = sparse_parts(source)
-            moved = dict(self._tracer.batches.moved)
-            parts = [self._run_dense(func, (self._with_values(part),), indices) for part in positions]
-            parts.append(self._run_dense(func, (values,), options))
-            self._tracer.batches.moved = moved  # indices [2, N] are no batch of two rows
-            coalesced = is_coo and source.is_coalesced()
-            return self._made(parts, source.shape, source.layout, source.dense_dim(), coalesced)
-        if func in _PRODUCTS:
-            sparse, dense = args[-2:]
-            if sparse.layout is torch.sparse_coo and dense.layout is torch.strided:
-                return self._coo_product(func, sparse, dense)
-            if sparse.layout is torch.sparse_csc:  # cuSPARSE takes CSR
-                args = [*args[:-2], self._converted(sparse, torch.sparse_csr), dense]
-        return self._estimated(func, args, kwargs)
-
-    def embedding_bag_backward(self, grad: torch.Tensor, indices: torch.Tensor, *args: Any) -> Any:
-        """With sparse=True: one row of the gradient for every index (native/EmbeddingBag.cpp)."""
-        shape = [indices.numel(), grad.size(1)]
-        rows = self._run_dense(aten.new_empty.default, (grad, shape), {})
-        if args[6] == 1:  # mean: divided by the size of the bag
-            rows = self._run_dense(aten.new_empty.default, (grad, shape), {})
-        indices = self._run_dense(aten.view.default, (indices, [1, -1]), {})
-        return self._made((indices, rows), (args[4], grad.size(1)), torch.sparse_coo, 1, coalesced=False)
-
-    def _coo_product(self, func: OpOverload, sparse: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
-        """s_addmm_out_sparse_dense_cuda (native/sparse/cuda/SparseCUDATensorMath.cu): sorted, with indices of
-        32 bits as CSR has them, into a column-major copy of the result. `mm` adds it to zeros."""
-        if sparse.size(1) != dense.size(0):
-            raise RuntimeError(f"mm: Expected dim 0 size {sparse.size(1)}, got {dense.size(0)}")
-        empty = partial(self._run_dense, aten.new_empty.default)
-        shape = [sparse.size(0), dense.size(1)]
-        zeros = empty((dense, shape), {}) if func is aten.mm.default else None
-        out = empty((dense, shape), {})
-        if isinstance(sparse, FakeTensor) and not sparse.is_coalesced():
-            sparse = self.run(aten._coalesce.default, (sparse,), {})
-        if self._tracer.on_gpu(dense):
-            indices = {"dtype": torch.int32}
-            count = sparse_parts(sparse)[0].size(1)
-            rows, columns = (empty((dense, [n]), indices) for n in (sparse.size(0) + 1, count))
-            copy = empty((dense, shape), {})
-            del rows, columns, copy
-        del zeros
-        return out  # type: ignore[no-any-return]
-
-    def _coalesced(self, source: torch.Tensor) -> torch.Tensor:
-        """Equal indices become one: as many as are known to differ, and not more than there are."""
-        indices, values = sparse_parts(source)
-        known = self._tracer.values.known(indices)
-        if known is not None:
-            count = known.unique(dim=1).size(1)
-        else:
-            count = min(indices.size(1), math.prod(source.shape[: source.sparse_dim()]))
-        keys = self._keys(source)
-        shapes = (indices, [indices.size(0), count]), (values, [count, *values.shape[1:]])
-        parts = [self._run_dense(aten.new_empty.default, each, {}) for each in shapes]
-        del keys
-        return self._made(parts, source.shape, torch.sparse_coo, source.dense_dim())
-
-    def _keys(self, sparse: torch.Tensor) -> list[torch.Tensor]:
-        """What coalescing holds (native/sparse/cuda/SparseCUDATensor.cu): keys, sorted keys and positions."""
-        indices = sparse_parts(sparse)[0]
-        return [self._run_dense(aten.new_empty.default, (indices, [indices.size(1)]), {}) for _ in range(3)]
-
-    def _with_values(self, indices: torch.Tensor) -> torch.Tensor:
-        if (found := self._indices.get(indices.untyped_storage())) is not None:
-            self._tracer.values.set(indices, found.values, known=found.known)
-        return indices
-
-    def _estimated(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        tracer = self._tracer
-        tracer.record_autograd_node()
-        try:
-            out = tracer.fake_mode.__torch_dispatch__(func, (), args, kwargs)
-        except (RuntimeError, TypeError) as error:
-            layout = next(
-                each.layout for each in tensors_in(args, kwargs) if each.layout is not torch.strided
-            )
-            raise UserError(
-                f"{op_name(func)} of {layout} tensors cannot be traced yet; make them dense"
-            ) from error
-        sources = [each for each in tensors_in(args, kwargs) if each.layout is torch.sparse_coo]
-        in_place = any(out is each for each in sources)
-        if sources and not in_place and isinstance(out, torch.Tensor) and out.layout is torch.sparse_coo:
-            return self._elementwise(func, out, sources)
-        given = [part for each in tensors_in(args, kwargs) for part in sparse_parts(each)]
-        if not any(map(tracer.on_gpu, given)):
-            return out
-        results = [part for each in tensors_in((out,), {}) for part in sparse_parts(each)]
-        for part in results:
-            tracer.record_result(part, op_name(func))
-        tracer.note_once("temporaries of the kernels for sparse tensors are not included")
-        if tracer.work.counting:
-            tracer.work.kernel([*given, *results], tracer.phase, kind="memory")
-        if tracer.phase == "backward":
-            tracer.mark_gradient(out)
-        return out
-
-    def _elementwise(
-        self, func: OpOverload, out: torch.Tensor, sources: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        """torch's fake result has no elements. A sum has those of all terms; a quotient shares its dividend's
-        indices."""
-        indices, values = sparse_parts(sources[0])
-        terms = sources if func is aten.add.Tensor else sources[:1]
-        count = sum(sparse_parts(each)[0].size(1) for each in terms)
-        if func is not aten.div.Tensor:
-            shape = [indices.size(0), count]
-            indices = self._run_dense(aten.new_empty.default, (indices, shape), {})
-        options = {"dtype": out.dtype}
-        values = self._run_dense(aten.new_empty.default, (values, [count, *values.shape[1:]]), options)
-        coalesced = len(terms) == 1 and sources[0].is_coalesced()
-        return self._made((indices, values), out.shape, torch.sparse_coo, sources[0].dense_dim(), coalesced)
-
-    def _converted(self, source: torch.Tensor, layout: torch.layout, dense_dim: int = 0) -> torch.Tensor:
-        if source.layout is layout:
-            return source
-        sparse_dim = source.dim() - (dense_dim if source.layout is torch.strided else source.dense_dim())
-        if source.layout is torch.strided:
-            values, known = source, self._tracer.values.known(source)
-            count = self._run_dense(aten.nonzero.default, (source,), {}).shape[0]
-            if known is None:
-                count = min(count, math.prod(source.shape[:sparse_dim]))
-            elif dense_dim:
-                count = int(known.flatten(sparse_dim).any(-1).count_nonzero())
-        else:
-            values = sparse_parts(source)[-1]
-            count = values.shape[0]
-
-        def empty(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return self._run_dense(aten.new_empty.default, (values, size), {"dtype": dtype})  # type: ignore[no-any-return]
-
-        if layout in _COMPRESSED and sparse_dim == 2:
-            positions = [empty(source.shape[_COMPRESSED[layout]] + 1), empty(count)]
-        elif layout is torch.sparse_coo:
-            positions = [empty(sparse_dim, count)]
-        else:
-            raise UserError(f"tensors of {layout} with {source.dim()} dimensions cannot be traced yet")
-        stored = empty(count, *source.shape[sparse_dim:], dtype=source.dtype)
-        return self._made([*positions, stored], source.shape, layout, source.dim() - sparse_dim)
-
-    def _made(
-        self,
-        parts: Sequence[torch.Tensor],
-        shape: Sequence[int],
-        layout: torch.layout,
-        dense_dim: int = 0,
-        coalesced: bool = True,
-    ) -> torch.Tensor:
-        """A sparse tensor that has these indices and values."""
-        fake, values = self._tracer.fake_mode, parts[-1]
-        options: dict[str, Any] = {"dtype": values.dtype, "layout": layout}
-        if layout is torch.sparse_coo:
-            dims = len(shape) - dense_dim, dense_dim, list(shape)
-            options |= {"device": _CPU, "is_coalesced": coalesced}
-            return self.run(_MAKE_COO, (*dims, *parts), options)  # type: ignore[no-any-return]
-        fakes = [part if isinstance(part, FakeTensor) else fake.from_tensor(part) for part in parts]
-        for index, part in zip(fakes[:-1], parts, strict=False):
-            if (found := self._tracer.values.of(part)).whole:
-                self._indices[index.untyped_storage()] = found
-        make = aten._sparse_compressed_tensor_unsafe.default
-        with in_kernel_invocation_manager(fake):
-            made = make(*fakes, list(shape), device=torch.device("meta"), **options)
-        return FakeTensor(fake, made, _CPU)

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from oomph.prediction.ops.rules import aten_ops, program_error
+from oomph.prediction.ops.registry import FACTS
+from oomph.prediction.ops.rules import program_error
 from oomph.prediction.tracer.work import tensors_in
 from oomph.torch_internals import (
     DisableTorchDispatch,
@@ -29,35 +30,6 @@ from oomph.torch_internals import (
 aten = torch.ops.aten
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
-
-
-VIEWS = aten_ops("""
-    view.default _unsafe_view.default detach.default alias.default transpose.int t.default permute.default
-    expand.default slice.Tensor select.int unsqueeze.default squeeze.dim squeeze.dims as_strided.default
-    split.Tensor split_with_sizes.default unbind.int
-""")
-# Ops whose kernels on meta tensors, in C++, give what they give on fake tensors.
-_PLAIN = VIEWS | aten_ops("""
-    mm.default addmm.default bmm.default baddbmm.default mm.out addmm.out
-    sum.default sum.dim_IntList mean.dim clone.default cat.default _to_copy.default copy_.default
-    _softmax.default _softmax_backward_data.default _log_softmax.default _log_softmax_backward_data.default
-    zero_.default fill_.Scalar eq.Scalar ne.Scalar gt.Scalar lt.Scalar ge.Scalar le.Scalar
-    add.Tensor sub.Tensor mul.Tensor div.Tensor add.Scalar sub.Scalar mul.Scalar div.Scalar
-    add_.Tensor sub_.Tensor mul_.Tensor div_.Tensor add_.Scalar sub_.Scalar mul_.Scalar div_.Scalar
-    pow.Tensor_Scalar neg.default rsqrt.default sqrt.default exp.default cos.default sin.default
-    tanh.default sigmoid.default silu.default gelu.default relu.default
-    tanh_backward.default sigmoid_backward.default silu_backward.default gelu_backward.default
-    threshold_backward.default
-    empty.memory_format zeros.default ones.default new_empty.default new_zeros.default new_ones.default
-    empty_like.default zeros_like.default ones_like.default
-""")
-_FACTORIES = aten_ops("empty.memory_format zeros.default ones.default")
-# Results are thrown away or known: nothing to compute.
-INITIALISERS = aten_ops("normal_.default uniform_.default bernoulli_.float random_.default")
-_FUSED_OPTIMIZERS = aten_ops("""
-    _fused_adam_.default _fused_adam_.tensor_lr _fused_adamw_.default _fused_adamw_.tensor_lr
-    _fused_sgd_.default _fused_sgd_.tensor_lr _fused_adagrad_.default
-""")
 _MOST_LAYOUTS = 1 << 14  # calls whose results are remembered
 # Of an op's results: their type, and of each its shape, strides and dtype; None for None.
 _Layouts = tuple[type, list[tuple[torch.Size, tuple[int, ...], torch.dtype] | None]]
@@ -115,15 +87,16 @@ class FastPath:
 
     def _kind_of(self, func: OpOverload) -> _Kind:
         rule: _Rule | None = None
-        if func in INITIALISERS:
+        facts = FACTS[func]
+        if facts.initialises:
             rule = _first_argument
-        elif func in _FUSED_OPTIMIZERS:
-            rule = _nothing
-        elif func in VIEWS:
+        elif facts.is_view:
             rule = self._view
+        elif facts.over_lists and not func._schema.returns:
+            rule = _nothing
         elif func._opname.startswith("_foreach_") and func.namespace == "aten":
-            rule = _nothing if func._schema.is_mutable else self._foreach
-        kind = self._kinds[func] = _Kind(rule, func in _PLAIN)
+            rule = self._foreach
+        kind = self._kinds[func] = _Kind(rule, facts.is_plain)
         return kind
 
     def wrap(self, meta: torch.Tensor) -> FakeTensor:
@@ -143,7 +116,7 @@ class FastPath:
     def _run_meta_kernel(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         mode = self._mode
         options = {name: value for name, value in kwargs.items() if name != "pin_memory"}
-        if func in _FACTORIES or "device" in kwargs:
+        if FACTS[func].is_factory or "device" in kwargs:
             options["device"] = _META
         with DisableTorchDispatch(), PreserveDispatchKeyGuard():
             mode.in_kernel_invocation = True

@@ -37,8 +37,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from oomph.prediction.ops.registry import entered
 from oomph.prediction.ops.rules import BoundArguments, Fake, aten_ops, bind, op_name
-from oomph.prediction.tracer.fast_path import VIEWS
 from oomph.prediction.tracer.work import tensors_in
 from oomph.records import Note, Site
 from oomph.torch_internals import FakeTensor, OpOverload, tree_leaves
@@ -50,6 +50,7 @@ _SEVERAL = 8  # elements of a row
 _SAMPLE = 1024  # elements that stand for a large random tensor
 _MOST_COMPUTED = 1 << 12  # results of ops on samples that are kept
 
+_VIEWS = set(entered("is_view"))
 _FACTORIES = aten_ops("""
     arange.default arange.start arange.start_step zeros.default ones.default full.default eye.default
     scalar_tensor.default tril_indices.default triu_indices.default linspace.default logspace.default
@@ -70,14 +71,14 @@ _CONSTANTS = {
 }
 _FILLS = {aten.full.default: 1, aten.full_like.default: 1, aten.new_full.default: 2, aten.fill_.Scalar: 1}
 # Ops whose result has elements of their first tensor, or of the second.
-_KEEPS_VALUES = VIEWS | aten_ops("""
+_KEEPS_VALUES = _VIEWS | aten_ops("""
     clone.default _to_copy.default index.Tensor gather.default index_select.default cat.default stack.default
     repeat.default squeeze.default flip.default roll.default tril.default triu.default contiguous.default
     constant_pad_nd.default reshape.default upsample_nearest2d.default upsample_bilinear2d.default
     upsample_bicubic2d.default
 """)
 # Large floats are followed through these alone, where they are known: they make masks of masks.
-_MAKES_MASKS = VIEWS | aten_ops("""
+_MAKES_MASKS = _VIEWS | aten_ops("""
     where.self masked_fill.Scalar masked_fill.Tensor _to_copy.default index.Tensor
 """)
 _JOINS = aten_ops("cat.default stack.default")

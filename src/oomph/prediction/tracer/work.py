@@ -45,8 +45,6 @@ MODE_COST = 2.4  # an op under a TorchDispatchMode, such as that of selective ch
 # an H200: bloom-alibi of benchmarks/fixes/plans.py with two checkpointed blocks released 40 pages a step.
 RELEASE_SECONDS = 150e-6
 
-KERNEL_OP = "oomph::kernel"  # called by a Triton kernel's launcher in place of the launch, on fake tensors
-
 
 class Kernel(NamedTuple):
     """One op as the GPU sees it, in program order; or arithmetic on the host, or a wait.
