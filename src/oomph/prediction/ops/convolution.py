@@ -19,8 +19,6 @@ op(
     "convolution.default convolution_backward.default",
     uses_cublas=lambda args: not torch.backends.cudnn.enabled,
 )
-
-
 op("convolution_backward", launches=4)
 
 

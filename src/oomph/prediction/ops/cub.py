@@ -13,8 +13,6 @@ from oomph.prediction.allocator import round_up
 
 INDEX = 8  # bytes
 SCALAR = 8
-
-
 _ALIGNED = 256
 _DIGITS = 256  # of a radix pass over eight bits
 

@@ -65,10 +65,7 @@ op("masked_select", waits=True)
 
 # Embeddings
 
-
 _MAXIMUM = 2  # a mode of embedding bags
-
-
 _SMALL_LOOKUP = 3072  # up to here each block walks over the indices; above, they are sorted
 _ROWS_PER_PARTIAL = 10
 

@@ -57,25 +57,19 @@ def _copies(*names: str) -> TemporariesRule:
     return lambda call, gpu: [call[name].nbytes for name in names]
 
 
-temporaries(aten.linalg_inv_ex.default)(_copies("A", "A"))  # the LU decomposition, and a copy of it
-temporaries(aten._linalg_solve_ex.default)(_copies("A"))
-temporaries(aten.cholesky_inverse.default, aten._cholesky_solve_helper.default)(_copies("self"))
-temporaries(aten.linalg_lu_solve.default)(_copies("B"))
+# The LU decomposition, and a copy of it.
+op("linalg_inv_ex.default", temporaries=_copies("A", "A"), uses_cublas=always)
+op("_linalg_solve_ex.default", temporaries=_copies("A"), uses_cublas=always)
+op("cholesky_inverse.default _cholesky_solve_helper.default", temporaries=_copies("self"))
+op("linalg_lu_solve.default", temporaries=_copies("B"), uses_cublas=always)
+op("linalg_solve_triangular.default linalg_pinv.atol_rtol_tensor", uses_cublas=always)
+op("linalg_lu.default linalg_lu_factor_ex.default linalg_matrix_exp.default", uses_cublas=always)
+op("_linalg_slogdet.default _linalg_det.default", uses_cublas=lambda args: args[0].dim() > 2)
 # cuFFT overwrites the input (native/cuda/SpectralOps.cpp).
-temporaries(aten._fft_c2r.default)(_copies("self"))
+op("_fft_c2r.default", temporaries=_copies("self"))
 
 
 @temporaries(aten.linalg_matrix_exp.default)
 def _matrix_exponential(call: BoundArguments, gpu: GPU) -> list[int]:
     """Five powers and five sums of them (compute_T18 of native/LinearAlgebra.cpp); two more of one matrix."""
     return [(12 if call["self"].dim() == 2 else 10) * call["self"].nbytes]
-
-
-op(
-    """
-    linalg_inv_ex.default _linalg_solve_ex.default linalg_lu_solve.default linalg_solve_triangular.default
-    linalg_pinv.atol_rtol_tensor linalg_lu.default linalg_lu_factor_ex.default linalg_matrix_exp.default
-    """,
-    uses_cublas=always,
-)
-op("_linalg_slogdet.default _linalg_det.default", uses_cublas=lambda args: args[0].dim() > 2)

@@ -23,28 +23,23 @@ from oomph.torch_internals import OpOverload
 
 aten = torch.ops.aten
 
-op(
-    """
-    mm.default addmm.default addmm_.default bmm.default baddbmm.default baddbmm_.default addbmm.default
-    _addmm_activation.default mv.default addmv.default dot.default _euclidean_dist.default
-    _scaled_mm.default mm.out addmm.out bmm.out
-    mm.dtype mm.dtype_out addmm.dtype addmm.dtype_out bmm.dtype bmm.dtype_out baddbmm.dtype baddbmm.dtype_out
-    """,
-    uses_cublas=always,
-)
-op("mm.default addmm.default bmm.default baddbmm.default mm.out addmm.out", is_plain=True)
-op("_grouped_mm.default", uses_cublas=lambda args: args[0].dtype != torch.bfloat16)  # in a loop over groups
-
 _DTYPES = frozenset(
     (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 )
-op("mm.default mm.out mm.dtype mm.dtype_out", same_dtype=("self", "mat2"), dtypes=_DTYPES)
-op("bmm.default bmm.out bmm.dtype bmm.dtype_out", same_dtype=("self", "mat2"), dtypes=_DTYPES)
-op("addmm.default addmm_.default addmm.out", same_dtype=("self", "mat1", "mat2"), dtypes=_DTYPES)
+_PRODUCT: dict[str, Any] = {"dtypes": _DTYPES, "uses_cublas": always}
+op("mm.default mm.out mm.dtype mm.dtype_out", same_dtype=("self", "mat2"), **_PRODUCT)
+op("bmm.default bmm.out bmm.dtype bmm.dtype_out", same_dtype=("self", "mat2"), **_PRODUCT)
+op("addmm.default addmm_.default addmm.out", same_dtype=("self", "mat1", "mat2"), **_PRODUCT)
 # What is added has the dtype of the result, not that of the matrices.
-op("addmm.dtype addmm.dtype_out", same_dtype=("mat1", "mat2"), dtypes=_DTYPES)
-op("addbmm.default addbmm_.default", same_dtype=("self", "batch1", "batch2"), dtypes=_DTYPES)
-op("mv.default", same_dtype=("self", "vec"), dtypes=_DTYPES)
+op("addmm.dtype addmm.dtype_out", same_dtype=("mat1", "mat2"), **_PRODUCT)
+op("addbmm.default", same_dtype=("self", "batch1", "batch2"), **_PRODUCT)
+op("addbmm_.default", same_dtype=("self", "batch1", "batch2"), dtypes=_DTYPES)
+op("mv.default", same_dtype=("self", "vec"), **_PRODUCT)
+op("baddbmm.default baddbmm_.default baddbmm.dtype baddbmm.dtype_out", uses_cublas=always)
+op("_addmm_activation.default addmv.default dot.default _scaled_mm.default", uses_cublas=always)
+op("_euclidean_dist.default", uses_cublas=always)
+op("_grouped_mm.default", uses_cublas=lambda args: args[0].dtype != torch.bfloat16)  # in a loop over groups
+op("mm.default addmm.default bmm.default baddbmm.default mm.out addmm.out", is_plain=True)
 
 # cublasLt's own, beside cuBLAS's: the default of CUBLASLT_WORKSPACE_SIZE, as measured on an H200.
 _CUBLASLT_BYTES = 1 << 20

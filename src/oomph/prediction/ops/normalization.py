@@ -49,15 +49,15 @@ op("native_group_norm_backward", passes=2, launches=4)
 
 # Layer norm and RMSNorm
 
-op("native_layer_norm.default native_group_norm.default", same_dtype=("input", "weight", "bias"))
-
+op(
+    "native_layer_norm.default",
+    same_dtype=("input", "weight", "bias"),
+    temporaries=contiguous_copies("input", "weight"),
+)
 
 _LONG = 64 * 1024  # rows
 _ROWS_PER_BLOCK = 32
 _GRID = 64 * 1024 // 2
-
-
-temporaries(aten.native_layer_norm.default)(contiguous_copies("input", "weight"))
 
 
 @temporaries(aten.native_layer_norm_backward.default)
@@ -130,6 +130,8 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 
 # Group norm
+
+op("native_group_norm.default", same_dtype=("input", "weight", "bias"))
 
 
 @temporaries(aten.native_group_norm.default)
@@ -293,7 +295,7 @@ def _batch_norm_staging(tensor: Tensor, values: int) -> list[int]:
 
 
 @composite(aten.batch_norm.default)
-def _batch_norm(context: RuleContext, call: BoundArguments) -> Any:
+def _readable_by_cudnn(context: RuleContext, call: BoundArguments) -> Any:
     """Its input is copied first, where cuDNN cannot read it as it is."""
     input = call["input"]
     wanted = suggest_memory_format(input)
@@ -310,15 +312,18 @@ def _batch_norm(context: RuleContext, call: BoundArguments) -> Any:
 
 # Softmax
 
-op("_softmax.default _softmax_backward_data.default", is_plain=True)
-op("_log_softmax.default _log_softmax_backward_data.default", is_plain=True)
-
-
-temporaries(aten._softmax.default, aten._log_softmax.default)(contiguous_copies("self"))
-temporaries(aten._log_softmax_backward_data.default)(contiguous_copies("grad_output", "output"))
-
-
-cuda_kernel(aten._softmax.default, aten._log_softmax.default)(contiguous_result)
+op(
+    "_softmax.default _log_softmax.default",
+    is_plain=True,
+    results=contiguous_result,
+    temporaries=contiguous_copies("self"),
+)
+op("_softmax_backward_data.default", is_plain=True)
+op(
+    "_log_softmax_backward_data.default",
+    is_plain=True,
+    temporaries=contiguous_copies("grad_output", "output"),
+)
 
 
 @temporaries(aten._safe_softmax.default)
@@ -347,5 +352,5 @@ def _float_from_half(kernel: OpOverload) -> CompositeRule:
     return rule
 
 
-composite(aten.softmax.int)(_float_from_half(aten._softmax.default))
-composite(aten.log_softmax.int)(_float_from_half(aten._log_softmax.default))
+op("softmax.int", composite=_float_from_half(aten._softmax.default))
+op("log_softmax.int", composite=_float_from_half(aten._log_softmax.default))

@@ -1,4 +1,7 @@
-"""Ops that go over their tensors element by element."""
+"""Ops that go over their tensors element by element.
+
+Sources: native/TensorCompare.cpp of ATen, and FunctionsManual.cpp of autograd.
+"""
 
 from __future__ import annotations
 

@@ -89,8 +89,8 @@ def _recurrent(cell: str) -> CompositeRule:
     return run
 
 
-for _cell in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
-    composite(getattr(aten, _cell).input, getattr(aten, _cell).data)(_recurrent(_cell))
+for _layer in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+    op(f"{_layer}.input {_layer}.data", composite=_recurrent(_layer))
 
 
 def flatten_parameters(on_gpu: Callable[[Any], bool]) -> Callable[[nn.RNNBase], None]:
@@ -423,5 +423,5 @@ def _fused_cell(kernel: OpOverload) -> CompositeRule:
     return rule
 
 
-composite(aten.lstm_cell.default)(_fused_cell(aten._thnn_fused_lstm_cell.default))
-composite(aten.gru_cell.default)(_fused_cell(aten._thnn_fused_gru_cell.default))
+op("lstm_cell.default", composite=_fused_cell(aten._thnn_fused_lstm_cell.default))
+op("gru_cell.default", composite=_fused_cell(aten._thnn_fused_gru_cell.default))

@@ -331,10 +331,11 @@ def _extreme(call: BoundArguments, gpu: GPU, values: int = 1, out_dtype: Any = N
     return reduce(call["self"], _dims(call), gpu, accumulator=size, input_vector=4, out_dtype=out_dtype)
 
 
-temporaries(aten.max.default, aten.min.default, aten.amax.default, aten.amin.default)(_extreme)
-temporaries(aten.aminmax.default)(functools.partial(_extreme, values=2))
-temporaries(aten.any.default, aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims)(
-    functools.partial(_extreme, out_dtype=torch.bool)
+op("max.default min.default amax.default amin.default", temporaries=_extreme)
+op("aminmax.default", temporaries=functools.partial(_extreme, values=2))
+op(
+    "any.default any.dim any.dims all.default all.dim all.dims",
+    temporaries=functools.partial(_extreme, out_dtype=torch.bool),
 )
 _VALUE_AND_INDEX = 16  # padded to the index's alignment, whatever the value's type
 

@@ -53,6 +53,7 @@ class OpFacts:
     initialises: bool = False  # its first argument, with numbers that nobody asks for
     half_on_cuda_only: bool = False  # torch fakes it by the CPU's kernels, which lack those types
     makes_sparse: bool = False
+    converts_to: torch.layout | None = None  # of the sparse tensor that it makes of its first argument
 
     # What it does with the values and the devices of its arguments.
     reads: bool = False  # the host waits for values, and gets them
@@ -151,7 +152,7 @@ class _Facts(dict[OpOverload, OpFacts]):
 
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-_OVER_LISTS = ("_foreach_", "_fused_ada", "_fused_sgd", "_amp_foreach_")
+_OVER_LISTS = ("aten::_foreach_", "aten::_fused_ada", "aten::_fused_sgd", "aten::_amp_foreach_")
 
 
 def _derived(func: OpOverload) -> dict[str, Any]:
@@ -162,7 +163,7 @@ def _derived(func: OpOverload) -> dict[str, Any]:
         "reads": torch.Tag.data_dependent_output in func.tags,
         "is_collective": func.namespace in _COLLECTIVES,
         "is_free": (func.is_view and not func._schema.is_mutable) or func.namespace == "prim",
-        "over_lists": func.overloadpacket.__name__.startswith(_OVER_LISTS),
+        "over_lists": func._schema.name.startswith(_OVER_LISTS),
         "elementwise": torch.Tag.pointwise in func.tags,
     }
 
@@ -189,7 +190,7 @@ def _without_out(func: OpOverload) -> OpOverload:
     return func
 
 
-FACTS: Mapping[OpOverload, OpFacts] = _Facts()
+FACTS = _Facts()
 
 
 def entered(fact: str) -> dict[OpOverload, Any]:
@@ -206,6 +207,22 @@ def _overloads(key: str) -> list[OpOverload]:
     namespace, _, op = name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), op)
     return [getattr(packet, each) for each in ([overload] if overload else packet.overloads())]
+
+
+def entries() -> dict[str, dict[str, Any]]:
+    """All that is entered, by op: `sort` has the facts of all its overloads. For the docs."""
+    found: dict[str, dict[str, Any]] = {}
+    for key, entry in _ENTRIES.items():
+        found.setdefault(key.partition(".")[0].removeprefix("aten::"), {}).update(entry)
+    return found
+
+
+def is_described(func: OpOverload) -> bool:
+    """Whether an entry, a tag or the schema says what the op is. Others are taken to make their results, in
+    order, in one kernel that goes over all arguments."""
+    facts = FACTS[func]
+    derived = facts.elementwise or facts.is_free or facts.is_factory or facts.reads
+    return derived or facts.over_lists or facts.is_collective or func._schema.name in FILES
 
 
 def temporaries_of(

@@ -46,7 +46,6 @@ op("unique_consecutive _unique2 unique_dim", waits=True)
 
 # Sorts
 
-
 _SMALL_SORT = 4096
 _LARGE_SORT = 1_000_000
 _FEW_SEGMENTS = 128

@@ -1,4 +1,7 @@
-"""Views, factories, copies and random numbers."""
+"""Views, factories, copies and random numbers.
+
+Sources, in ATen: native/cuda/Dropout.cu, native/cuda/TensorTransformations.cu (roll).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Any
 import torch
 
 from oomph.gpus import GPU
-from oomph.prediction.ops.registry import composite, cuda_kernel, op, temporaries
+from oomph.prediction.ops.registry import composite, op, temporaries
 from oomph.prediction.ops.rules import BoundArguments, RuleContext, contiguous_copy_bytes, contiguous_result
 
 aten = torch.ops.aten
@@ -39,6 +42,7 @@ op("rand_like randn_like randint_like", reads_first=False)
 op("bernoulli_ random_ normal_ uniform_ exponential_", reads_first=False)
 op("clone _to_copy", elementwise=True)
 op("copy_", elementwise=True, reads_first=False)
+op("roll.default", results=contiguous_result)
 op("slice_backward select_backward", launches=2)
 op("native_dropout.default", allocation_order=(1, 0))  # native/cuda/Dropout.cu
 
@@ -48,9 +52,6 @@ def _roll(call: BoundArguments, gpu: GPU) -> list[int]:
     """Several dimensions are rolled one after the other."""
     tensor = call["self"]
     return [contiguous_copy_bytes(tensor), tensor.nbytes if len(call["dims"]) > 1 else 0]
-
-
-cuda_kernel(aten.roll.default)(contiguous_result)
 
 
 @composite(aten.dropout.default)

@@ -94,7 +94,7 @@ class FastPath:
             rule = self._view
         elif facts.over_lists and not func._schema.returns:
             rule = _nothing
-        elif func._opname.startswith("_foreach_") and func.namespace == "aten":
+        elif func._schema.name.startswith("aten::_foreach_"):
             rule = self._foreach
         kind = self._kinds[func] = _Kind(rule, facts.is_plain)
         return kind

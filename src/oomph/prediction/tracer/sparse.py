@@ -15,6 +15,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from oomph.errors import UserError
+from oomph.prediction.ops.registry import FACTS
 from oomph.prediction.ops.rules import aten_ops, bind, op_name
 from oomph.prediction.tracer.recorder import sparse_parts
 from oomph.prediction.tracer.tracer import Tracer
@@ -34,14 +35,6 @@ _INDICES = aten_ops("""
 _VIEWS = _INDICES | aten_ops("""
     _indices.default indices.default _values.default values.default detach.default is_coalesced.default
 """)
-_CONVERSIONS: dict[OpOverload, torch.layout] = {
-    aten._to_sparse.default: torch.sparse_coo,  # or the layout that it is given
-    aten._to_sparse.sparse_dim: torch.sparse_coo,
-    aten._to_sparse_csr.default: torch.sparse_csr,
-    aten._to_sparse_csc.default: torch.sparse_csc,
-    aten._to_sparse_bsr.default: torch.sparse_bsr,
-    aten._to_sparse_bsc.default: torch.sparse_bsc,
-}
 _COMPRESSED = {torch.sparse_csr: 0, torch.sparse_csc: 1}  # layout -> the dimension of compressed indices
 _COPIES = aten_ops("_coalesce.default clone.default sparse_mask.default")
 _TRANSPOSES = aten_ops("t.default transpose.int")
@@ -69,10 +62,10 @@ class SparseTensors:
         if func is aten.add_.Tensor and args[0].layout is torch.strided:
             return args[0]
         source = args[-1] if func is aten.sparse_mask.default else args[0]
-        if func in _CONVERSIONS:
+        if (layout := FACTS[func].converts_to) is not None:
             options = bind(func, args, kwargs)
             dense_dim = options.get("dense_dim") or source.dim() - options.get("sparse_dim", source.dim())
-            return self._converted(source, options.get("layout") or _CONVERSIONS[func], dense_dim)
+            return self._converted(source, options.get("layout") or layout, dense_dim)
         is_coo = source.layout is torch.sparse_coo
         transposes = is_coo and func in _TRANSPOSES
         if func in _COPIES or transposes:

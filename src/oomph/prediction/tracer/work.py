@@ -21,11 +21,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from oomph.gpus import GPU
+from oomph.prediction.ops import collectives
 from oomph.prediction.ops.registry import FACTS, OpFacts
 from oomph.prediction.ops.rules import Flops
 from oomph.prediction.tracer.streams import current_streams
 from oomph.records import PhaseWork, Work
-from oomph.torch_internals import OpOverload, group_size
+from oomph.torch_internals import OpOverload
 from oomph.units import MiB
 
 aten = torch.ops.aten
@@ -168,7 +169,9 @@ class KernelCounter:
         facts = FACTS[func]
         self._host_ops += 1
         if facts.is_collective:
-            self._count_collective(func, args, given, phase)
+            sent = collectives.sent(func, args, given)
+            if sent is not None:
+                self.collective(*sent, phase)
             return
         if facts.is_free:
             return
@@ -194,20 +197,6 @@ class KernelCounter:
             self._append(phase, counted.kind, moved, launches, rate, counted.flops, tiles=tiles, depth=depth)
         if facts.waits:
             self.synchronize(phase)
-
-    def _count_collective(
-        self, func: OpOverload, args: Sequence[Any], given: Sequence[torch.Tensor], phase: str
-    ) -> None:
-        """In a ring a rank sends all of the largest tensor but its own part, twice to reduce it."""
-        name, ranks = func.name().split("::")[1], group_size(args)
-        whole = max((tensor.nbytes for tensor in given), default=0)
-        if name == "allgather_":  # into a list
-            whole *= ranks
-        if name.startswith(("recv", "wait_tensor", "_wrap_tensor", "barrier")):
-            return
-        times = 2 if name.startswith(("allreduce", "all_reduce")) else 1
-        share = 1.0 if name.startswith("send") else (ranks - 1) / ranks
-        self.collective(int(times * share * whole), ranks, phase)
 
     def collective(self, sent: int, ranks: int, phase: str) -> None:
         """What this rank sends to others of a group."""
