@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from typing import NamedTuple
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
 
+import torch
 from lab.benchmarks import RESULTS as LAB_RESULTS
 from lab.benchmarks.systems.claims import stored_figures
 from lab.benchmarks.systems.claims_ginr import solution
@@ -22,6 +24,8 @@ from benchmarks import RESULTS, ROOT
 from benchmarks.accuracy.intervals import found_of, share
 from benchmarks.rows import errors_of, median, stored, worst
 from oomph import gpus
+from oomph.prediction.ops import registry
+from oomph.torch_internals import OpOverload
 from oomph_lab.systems import SYSTEMS as REGISTRY
 
 # A system, what failed, its naive and its model row, and what is to be known of the pair.
@@ -693,6 +697,87 @@ def ranks_measured() -> str:
     return _table("run | predicted | measured | error | error of reserved", rows, 4)
 
 
+# --------------------------------------------------------------------------------------------- rules of ops
+
+_SOURCE = re.compile(r"[\w/]+\.(?:cpp|cuh?|h)\b")
+
+
+def rules() -> str:
+    """What the registry says of each op, by the file that says it."""
+    families: dict[str, list[str]] = {}
+    for op, files in registry.FILES.items():
+        families.setdefault(max(files), []).append(op.removeprefix("aten::"))
+    return "\n\n".join(_family(module, sorted(ops)) for module, ops in sorted(families.items()))
+
+
+def _family(module: str, ops: Sequence[str]) -> str:
+    path = module.removeprefix("oomph.").replace(".", "/")
+    about = (sys.modules[module].__doc__ or "").strip()
+    entries = registry.entries()
+    own = f"test_{module.rpartition('.')[2]}"
+    cells = []
+    for op in ops:
+        entry = entries[op]
+        called = "test_rule_failures" if any(map(callable, entry.values())) else ""
+        test = _test_of(op) or (own if own in _tests() else called)
+        cells.append((f"`{op}`", ", ".join(_facts(entry)), ", ".join(_sources(entry)), test))
+    return f"### `{path}.py`\n\n{about}\n\n{_table('op | entered | source of its own | test', cells)}"
+
+
+@cache
+def _tests() -> dict[str, str]:
+    """Tests of rules first."""
+    first = ("kernel_temporaries", "attention", "cudnn", "deterministic", "work")
+    names = [f"test_{name}" for name in first]
+    names += sorted(path.stem for path in (ROOT / "tests/prediction").glob("test_*.py"))
+    return {name: (ROOT / f"tests/prediction/{name}.py").read_text() for name in dict.fromkeys(names)}
+
+
+def _test_of(op: str) -> str:
+    """The first that names the op, or calls the function of its name."""
+    for named in (rf"aten\.{op}\b", rf"\.{op.lstrip('_').removesuffix('_backward')}\("):
+        for name, text in _tests().items():
+            if re.search(named, text):
+                return name
+    return ""
+
+
+def _facts(entry: Mapping[str, Any]) -> Iterator[str]:
+    for fact in registry.OpFacts.__dataclass_fields__:
+        value = entry.get(fact)
+        if value is None:
+            continue
+        if callable(value) or value is True:
+            yield fact
+        elif value is False:
+            yield f"not {fact}"
+        elif fact == "dtypes":
+            yield "dtypes of products"
+        else:
+            yield f"{fact} {' '.join(value) if fact in ('same_dtype', 'reuses_first') else value}"
+
+
+def _sources(entry: Mapping[str, Any]) -> list[str]:
+    """The files of ATen that the docstrings of the op's rules name."""
+    rules = [getattr(value, "func", value) for value in entry.values() if callable(value)]
+    return sorted({file for rule in rules for file in _SOURCE.findall(rule.__doc__ or "")})
+
+
+def ops_without_entry() -> str:
+    """Those of the corpus of which nothing is known."""
+    used = stored(RESULTS / "ops_used.csv")
+    rows = [row for row in used if not registry.is_described(_overload(row["op"]))]
+    cells = [(f"`{row['op']}`", row["programs"]) for row in rows]
+    about = f"{len(rows)} of the {len(used)} ops that the accuracy Workloads call, and by how many:"
+    return f"{about}\n\n{_table('op | programs', cells, 1)}"
+
+
+def _overload(name: str) -> OpOverload:
+    namespace, op, overload = name.split(".")
+    found: OpOverload = getattr(getattr(getattr(torch.ops, namespace), op), overload)
+    return found
+
+
 Tables = Mapping[str, Callable[[], str]]
 FILES: Mapping[str, Tables] = {
     "README.md": {"evidence": evidence, "systems": systems},
@@ -705,6 +790,7 @@ FILES: Mapping[str, Tables] = {
     },
     "docs/many_gpus.md": {"ranks": ranks_simulated, "ranks measured": ranks_measured},
     "docs/torch_compile.md": {"compiled": compiled},
+    "docs/rules.md": {"rules": rules, "without entry": ops_without_entry},
     "docs/ops.md": {"losses": losses, "other ops": other_ops},
     "lab/docs/systems.md": {"systems": systems, "races": races, "held out": held_out},
     **{
