@@ -17,6 +17,9 @@ from oomph.torch_internals import OpOverload
 aten = torch.ops.aten
 
 
+op("upsample_nearest2d.default upsample_bilinear2d.default upsample_bicubic2d.default", keeps_values=True)
+
+
 @cuda_kernel(aten.col2im.default, aten.im2col.default)
 def _fold(fake: Fake, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """As large as the input first, then shrunk."""

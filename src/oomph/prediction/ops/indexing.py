@@ -45,6 +45,7 @@ op(
 )
 op("index.Tensor index_put.default index_put_.default _index_put_impl_.default", takes_two_devices=True)
 op("_unsafe_index.Tensor _unsafe_index_put.default", takes_two_devices=True)
+op("index.Tensor gather.default index_select.default", keeps_values=True)
 op("embedding.default", looks_up=lambda table, indices, *_: [(0, indices)])
 op("index_select.default gather.default", looks_up=lambda table, dim, indices, *_: [(dim, indices)])
 op("index.Tensor", looks_up=lambda table, indices: enumerate(indices))

@@ -57,6 +57,8 @@ def _copies(*names: str) -> TemporariesRule:
     return lambda call, gpu: [call[name].nbytes for name in names]
 
 
+op("linalg_cholesky_ex.default linalg_ldl_factor_ex.default linalg_lu_factor_ex.default", factorizes=True)
+op("linalg_inv_ex.default _linalg_solve_ex.default", factorizes=True)
 # The LU decomposition, and a copy of it.
 op("linalg_inv_ex.default", temporaries=_copies("A", "A"), uses_cublas=always)
 op("_linalg_solve_ex.default", temporaries=_copies("A"), uses_cublas=always)

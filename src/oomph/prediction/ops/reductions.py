@@ -246,6 +246,8 @@ def _threads_per_multiprocessor(gpu: GPU) -> int:
 # The ops
 
 op("sum.default sum.dim_IntList mean.dim", is_plain=True)
+op("max.dim min.dim", chooses=1)
+op("argmax.default argmin.default", chooses=0)
 
 
 def _dims(call: BoundArguments) -> tuple[int, ...] | None:

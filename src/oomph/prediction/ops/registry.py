@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -65,6 +65,18 @@ class OpFacts:
     # "fresh zeros", into one of a "sum of gradients", or into what these nodes have just made.
     reuses_first: tuple[str, ...] = ()
 
+    # What is known of the result's values, for values.py.
+    makes_known: bool = False  # values that follow from the numbers it is given
+    ignores_values: bool = False  # and so do these, whatever the values of its first tensor
+    constant: int | None = None  # of all elements
+    filled_with: int | None = None  # the position of the argument that all elements are
+    leaves_unset: bool = False  # makes memory that nothing has been written to
+    keeps_values: bool = False  # elements of its first tensor, or of the second
+    random: Literal["", "integers", "normal", "uniform", "flags", "permutation"] = ""
+    random_between: tuple[int | None, int] | None = None  # the arguments that bound them; None: 0
+    chooses: int | None = None  # the result that holds positions along a dimension
+    factorizes: bool = False  # the last result is 0 where the matrix can be factored
+
     # Memory.
     results: CudaKernel | None = None  # where the fake CPU kernel gives another shape, dtype or layout
     temporaries: TemporariesRule | None = None  # bytes that a kernel's host code allocates for itself
@@ -100,17 +112,18 @@ FILES: dict[str, set[str]] = {}  # op -> the modules that hold its entries
 
 
 def op(*ops: str | OpOverload, **facts: Any) -> None:
-    """Enter facts. An op is an overload, or names of ops of ATen: `sort` (all overloads) or `sort.stable`."""
+    """Enter facts in the file that calls this. An op is an overload, or names of ops of ATen: `sort` for all
+    overloads, or `sort.stable`."""
     _enter(ops, facts, sys._getframe(1).f_globals["__name__"])
 
 
 def _enter(ops: Sequence[str | OpOverload], facts: Mapping[str, Any], module: str) -> None:
     assert facts.keys() <= _KNOWN, facts.keys() - _KNOWN
     for key in (key for each in ops for key in _keys(each)):
-        FILES.setdefault(key.partition(".")[0], set()).add(module)
         entry = _ENTRIES.setdefault(key, {})
         assert not entry.keys() & facts.keys(), f"{key}: {entry.keys() & facts.keys()} is entered twice"
         entry.update(facts)
+        FILES.setdefault(key.partition(".")[0], set()).add(module)
 
 
 def _keys(op: str | OpOverload) -> list[str]:

@@ -41,6 +41,9 @@ aten = torch.ops.aten
 
 op("sort", launches=6)
 op("topk", launches=4)
+op("topk.default sort.default sort.stable", chooses=1)
+op("multinomial.default", chooses=0)
+op("randperm.default randperm.generator", random="permutation")
 op("cumsum", launches=2)
 op("unique_consecutive _unique2 unique_dim", waits=True)
 

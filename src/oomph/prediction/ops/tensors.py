@@ -33,6 +33,40 @@ op(
     is_plain=True,
 )
 op("normal_.default uniform_.default bernoulli_.float random_.default", initialises=True)
+op(
+    """
+    arange.default arange.start arange.start_step zeros.default ones.default full.default eye.default
+    scalar_tensor.default tril_indices.default triu_indices.default linspace.default logspace.default
+    """,
+    makes_known=True,
+)
+op(
+    """
+    zeros_like.default ones_like.default full_like.default new_zeros.default new_ones.default
+    new_full.default zero_.default fill_.Scalar
+    """,
+    ignores_values=True,
+)
+op("zeros.default zeros_like.default new_zeros.default zero_.default", constant=0)
+op("ones.default ones_like.default new_ones.default", constant=1)
+op("full.default full_like.default fill_.Scalar", filled_with=1)
+op("new_full.default", filled_with=2)
+op("empty.memory_format empty_like.default new_empty.default", leaves_unset=True)
+op("empty_strided.default new_empty_strided.default", leaves_unset=True)
+op(
+    """
+    clone.default _to_copy.default cat.default stack.default repeat.default squeeze.default flip.default
+    roll.default tril.default triu.default contiguous.default constant_pad_nd.default reshape.default
+    """,
+    keeps_values=True,
+)
+op("randint.default randint.generator", random="integers", random_between=(None, 0))
+op("randint.low randint.low_generator", random="integers", random_between=(0, 1))
+op("randint_like.default random_.to", random="integers", random_between=(None, 1))
+op("randint_like.low_dtype random_.from", random="integers", random_between=(1, 2))
+op("randn.default randn.generator randn_like.default normal_.default", random="normal")
+op("rand.default rand.generator rand_like.default uniform_.default", random="uniform")
+op("bernoulli.default bernoulli.p bernoulli_.float bernoulli_.Tensor", random="flags")
 op("copy_.default _to_copy.default set_.source_Storage", takes_two_devices=True)
 # Nothing runs on the GPU.
 op("empty empty_like empty_strided new_empty new_empty_strided set_ resize_", is_free=True)

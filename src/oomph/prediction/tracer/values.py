@@ -51,32 +51,12 @@ _SAMPLE = 1024  # elements that stand for a large random tensor
 _MOST_COMPUTED = 1 << 12  # results of ops on samples that are kept
 
 _VIEWS = set(entered("is_view"))
-_FACTORIES = aten_ops("""
-    arange.default arange.start arange.start_step zeros.default ones.default full.default eye.default
-    scalar_tensor.default tril_indices.default triu_indices.default linspace.default logspace.default
-""")
-# The result is known whatever the values of the tensor it is made like.
-_FACTORIES_LIKE = aten_ops("""
-    zeros_like.default ones_like.default full_like.default new_zeros.default new_ones.default
-    new_full.default zero_.default fill_.Scalar
-""")
-# What a program reads of one it has written before. Whole numbers that are written into it stay known.
-_UNINITIALIZED = aten_ops("""
-    empty.memory_format empty_like.default new_empty.default empty_strided.default new_empty_strided.default
-""")
-# All elements are the same: the number, or the position of the argument that is it.
-_CONSTANTS = {
-    **dict.fromkeys(aten_ops("zeros.default zeros_like.default new_zeros.default zero_.default"), 0),
-    **dict.fromkeys(aten_ops("ones.default ones_like.default new_ones.default"), 1),
-}
-_FILLS = {aten.full.default: 1, aten.full_like.default: 1, aten.new_full.default: 2, aten.fill_.Scalar: 1}
-# Ops whose result has elements of their first tensor, or of the second.
-_KEEPS_VALUES = _VIEWS | aten_ops("""
-    clone.default _to_copy.default index.Tensor gather.default index_select.default cat.default stack.default
-    repeat.default squeeze.default flip.default roll.default tril.default triu.default contiguous.default
-    constant_pad_nd.default reshape.default upsample_nearest2d.default upsample_bilinear2d.default
-    upsample_bicubic2d.default
-""")
+_FACTORIES = set(entered("makes_known"))
+_FACTORIES_LIKE = set(entered("ignores_values"))
+_UNINITIALIZED = set(entered("leaves_unset"))  # whole numbers that are written into it stay known
+_CONSTANTS: dict[OpOverload, int] = entered("constant")
+_FILLS: dict[OpOverload, int] = entered("filled_with")
+_KEEPS_VALUES = _VIEWS | set(entered("keeps_values"))
 # Large floats are followed through these alone, where they are known: they make masks of masks.
 _MAKES_MASKS = _VIEWS | aten_ops("""
     where.self masked_fill.Scalar masked_fill.Tensor _to_copy.default index.Tensor
@@ -102,7 +82,7 @@ _ADDITIONS = aten_ops("add.Tensor add_.Tensor")
 _DIFFERENCES = aten_ops("sub.Tensor sub_.Tensor")
 _BOUNDS = aten_ops("lt.Scalar le.Scalar gt.Scalar ge.Scalar")
 _ORDERS = aten_ops("lt.Tensor le.Tensor gt.Tensor ge.Tensor") | _BOUNDS
-_ZEROS = aten_ops("zeros.default zeros_like.default new_zeros.default")
+_ZEROS = {op for op, number in _CONSTANTS.items() if number == 0 and not op._schema.is_mutable}
 # Ops that write a value at some positions of their first tensor.
 _SCATTERS = aten_ops("scatter.value scatter_.value index_put.default index_put_.default")
 # So do these. What is filled with -inf is not chosen among unknown numbers.
@@ -117,39 +97,19 @@ _REDUCTIONS: dict[OpOverload, Callable[[torch.Tensor], torch.Tensor]] = {
     **dict.fromkeys(aten_ops("min.default min.dim amin.default"), torch.min),
 }
 _SUMS = aten_ops("sum.default sum.dim_IntList count_nonzero.default count_nonzero.dim_IntList")
-# The positions of the arguments that bound random whole numbers, from low (None: 0) to high.
-_RANDOM_INTEGERS: dict[OpOverload, tuple[int | None, int]] = {
-    aten.randint.default: (None, 0),
-    aten.randint.generator: (None, 0),
-    aten.randint.low: (0, 1),
-    aten.randint.low_generator: (0, 1),
-    aten.randint_like.default: (None, 1),
-    aten.randint_like.low_dtype: (1, 2),
-    getattr(aten.random_, "from"): (1, 2),
-    aten.random_.to: (None, 1),
-}
-_NORMAL = aten_ops("randn.default randn.generator randn_like.default normal_.default")
-_RANDOM_FLOATS = _NORMAL | aten_ops("rand.default rand.generator rand_like.default uniform_.default")
-_RANDOM_FLAGS = aten_ops("bernoulli.default bernoulli.p bernoulli_.float bernoulli_.Tensor")
-_PERMUTATIONS = aten_ops("randperm.default randperm.generator")
-_RANDOM = set(_RANDOM_INTEGERS) | _RANDOM_FLOATS | _RANDOM_FLAGS | _PERMUTATIONS
+_RANDOM_INTEGERS: dict[OpOverload, tuple[int | None, int]] = entered("random_between")
+_RANDOM = entered("random")
+_NORMAL = {op for op, kind in _RANDOM.items() if kind == "normal"}
+_RANDOM_FLOATS = {op for op, kind in _RANDOM.items() if kind in ("normal", "uniform")}
+_RANDOM_FLAGS = {op for op, kind in _RANDOM.items() if kind == "flags"}
+_PERMUTATIONS = {op for op, kind in _RANDOM.items() if kind == "permutation"}
 # Ops that return positions along a dimension: which of their results.
-_POSITIONS: dict[OpOverload, int | None] = {
-    aten.argmax.default: None,
-    aten.argmin.default: None,
-    aten.multinomial.default: None,
-    **dict.fromkeys(aten_ops("topk.default sort.default sort.stable max.dim min.dim"), 1),
-}
+_POSITIONS: dict[OpOverload, int] = entered("chooses")
 _NEVER_CHOSEN = -1e4  # what masks add, or less
 _OF_SMALLEST = aten_ops("argmin.default min.dim")
 _ASKS_FINITE = aten_ops("isnan.default isinf.default isposinf.default isneginf.default")
 _COMPARISONS = aten_ops("eq.Tensor ne.Tensor eq.Scalar ne.Scalar") | _BOUNDS
-# The last result is 0 where the matrix can be factored.
-_FACTORIZATIONS = aten_ops("""
-    linalg_cholesky_ex.default linalg_inv_ex.default linalg_ldl_factor_ex.default linalg_lu_factor_ex.default
-    _linalg_solve_ex.default
-""")
-
+_FACTORIZATIONS = set(entered("factorizes"))
 
 # Ops whose results do not only follow from the values of their inputs.
 _WITH_RULES: tuple[Collection[OpOverload], ...] = (
@@ -847,7 +807,7 @@ class Values:
         compute sizes by them: other cases have the first (not 0, by which it may divide) and the last.
         Elements that are known to be less than others, as those filled with -inf, come after the others.
         """
-        out = results[0 if _POSITIONS[call.func] is None else 1]
+        out = results[_POSITIONS[call.func]]
         arguments, entry = bind(*call), self.of(source)
         dim: int | None = arguments.get("dim", -1)
         follows = _is_whole(entry) and is_small(out)
