@@ -673,32 +673,6 @@ def public() -> str:
     return f"{public_programs()}\n\nThose that were more than 2 % off:\n\n{_table(header, cells)}"
 
 
-def compiled() -> str:
-    rows = [
-        (row["case"], *_predicted_and_measured(row), percent(row["allocated_error_percent"]))
-        for row in stored(RESULTS / "compiled.csv")
-    ]
-    return _table("case | predicted | measured | error", rows, 3)
-
-
-def _predicted_and_measured(row: Mapping[str, str]) -> tuple[str, str]:
-    return mib(row["predicted_allocated"]), mib(row["measured_allocated"])
-
-
-def ranks_measured() -> str:
-    rows = [
-        (
-            row["run"],
-            *_predicted_and_measured(row),
-            *(percent(row[f"{kind}_error_percent"]) for kind in ("allocated", "reserved")),
-        )
-        for row in stored(RESULTS / "ranks_h200.csv")
-    ]
-    return _table("run | predicted | measured | error | error of reserved", rows, 4)
-
-
-# --------------------------------------------------------------------------------------------- rules of ops
-
 _SOURCE = re.compile(r"[\w/]+\.(?:cpp|cuh?|h)\b")
 
 
@@ -776,6 +750,30 @@ def _overload(name: str) -> OpOverload:
     namespace, op, overload = name.split(".")
     found: OpOverload = getattr(getattr(getattr(torch.ops, namespace), op), overload)
     return found
+
+
+def compiled() -> str:
+    rows = [
+        (row["case"], *_predicted_and_measured(row), percent(row["allocated_error_percent"]))
+        for row in stored(RESULTS / "compiled.csv")
+    ]
+    return _table("case | predicted | measured | error", rows, 3)
+
+
+def _predicted_and_measured(row: Mapping[str, str]) -> tuple[str, str]:
+    return mib(row["predicted_allocated"]), mib(row["measured_allocated"])
+
+
+def ranks_measured() -> str:
+    rows = [
+        (
+            row["run"],
+            *_predicted_and_measured(row),
+            *(percent(row[f"{kind}_error_percent"]) for kind in ("allocated", "reserved")),
+        )
+        for row in stored(RESULTS / "ranks_h200.csv")
+    ]
+    return _table("run | predicted | measured | error | error of reserved", rows, 4)
 
 
 Tables = Mapping[str, Callable[[], str]]
