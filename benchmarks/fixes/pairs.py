@@ -199,7 +199,6 @@ MODELS: dict[str, MeasuredModel] = {
         ),
         (
             (fix("fused_attention"),), (LOSS,), (RECOMPUTE,), (fix("fused_attention"), LOSS, RECOMPUTE),
-            (fix("shared_buffers"),),
         ),
     ),
 }  # fmt: skip

@@ -23,7 +23,6 @@ OPTIONS = {
     "smaller_vocabulary": {"size": 40},
     "activation_offloading": {"smallest": 1},
     "tiled_mlp": {"tile": 5},
-    "chunkwise_kda": {"memory_chunk_size": 8},
     "gradient_accumulation_fusion": {"modules": ["blocks.0.mlp.fc", "head"]},
 }
 USES = {
@@ -120,7 +119,8 @@ def test_fixes_that_exclude_each_other_are_refused_together():
 @pytest.mark.parametrize(
     "around",
     [
-        *('fused_attention:modules=[""]', "hoist_batch_invariant", 'activation_checkpointing:blocks=[""]'),
+        'fused_attention:modules=[""]',
+        'activation_checkpointing:blocks=[""]',
         'activation_offloading:blocks=["","blocks.0"]',
     ],
 )

@@ -429,3 +429,17 @@ def test_a_query_that_is_written_before_the_softmax_is_an_error():
 
     with pytest.raises(UserError, match="changed in place"):
         compare(attend)
+
+
+def test_weights_that_a_module_returns_are_computed():
+    class Returning(nn.Module):
+        def forward(self, x):
+            weights = (x @ x.mT).softmax(-1)
+            return weights @ x, weights
+
+    model, x = Returning(), torch.randn(2, 4, 8)
+    right = model(x)
+    fixes.apply_to_model("fused_attention", model)
+    found = model(x)
+    assert list(map(type, found)) == [torch.Tensor, torch.Tensor]
+    torch.testing.assert_close(found, right)

@@ -65,13 +65,6 @@ def test_flags(fix, option):
         ("fused_linear_cross_entropy:memory_budget=much", ("memory_budget", "much")),
         ('fused_linear_cross_entropy:heads=["head","embed"]', ("'embed' is a Embedding",)),
         ('gradient_accumulation_fusion:modules=["head","norm"]', ("'norm' is a LayerNorm",)),
-        ("modulated_linear:modules=head", ("'head' is a Linear",)),
-        ("shared_rotary_embedding:modules=head", ("'head' has parameters",)),
-        ("shared_rotary_embedding", ("no two rotary modules",)),
-        ("chunkwise_kda:mode=fast", ("mode='fast'", "auto, sequential, scan, chunked")),
-        ("chunkwise_kda:memory_chunk_size=8,mode=sequential", ("mode='sequential' has no chunks",)),
-        ("chunkwise_kda:modules=head", ("'head' is a Linear", "KimiDeltaAttention")),
-        ("chunkwise_kda", ("no KimiDeltaAttention or SpikingKDABlock",)),
         ("attn_implementation:implementation=fast", ("implementation='fast'", "sdpa, flash_attention_2")),
         ("attn_implementation", ("TinyLM holds no Hugging Face model",)),
         ("fsdp2:ranks=4", ("torchrun --nproc-per-node=4",)),
@@ -98,7 +91,6 @@ def test_values(use, words):
         ("fused_linear_cross_entropy", "no linear head as wide as its vocabulary"),
         ("gradient_accumulation_fusion", "no plain nn.Linear that is trained"),
         ("tiled_mlp", "no MLPs"),
-        ("shared_buffers", "no two layers have an equal buffer"),
     ],
 )
 def test_models_without_a_target(fix, word):

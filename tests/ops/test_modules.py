@@ -106,7 +106,7 @@ def training(name):
     return train
 
 
-# The others are in the predictions of Hatchling and of chunkwise_kda.
+# The others are in the predictions of Hatchling.
 @pytest.mark.parametrize("name", ["sparse", "mamba"])
 def test_training_can_be_predicted(name):
     assert oomph.predict(training(name), gpu="h200").peak.allocated > 0

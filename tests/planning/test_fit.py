@@ -370,30 +370,6 @@ def test_memory_that_two_fixes_add_is_not_multiplied():
     assert "optimizer_cpu_offload" not in [use.fix for use in plan.fixes]
 
 
-class Masked(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(16384, 16384, bias=False), nn.Linear(16384, 16384, bias=False)
-        self.register_buffer("mask", torch.ones(98304, 32768))
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x))) * self.mask[0, 0]
-
-
-@pytest.mark.usefixtures("in_process")
-def test_of_two_fixes_that_cost_no_time_the_one_that_pins_no_host_memory_is_used():
-    workload = oomph.Workload(
-        model=lambda: nn.Sequential(*(Masked() for _ in range(6))),
-        batch=lambda device: torch.zeros(65536, 16384, dtype=torch.bfloat16, device=device),
-        loss=lambda model, x: model(x).float().mean(),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        dtype="bfloat16",
-        allocator="expandable_segments:True",
-    )
-    plan = oomph.fit(workload, gpu="h200", max="71GiB")  # of 72.6, which activation_offloading also lowers
-    assert [use.fix for use in plan.fixes] == ["shared_buffers"]
-
-
 @pytest.mark.usefixtures("in_process")
 def test_a_fix_that_is_not_needed_is_left_out_where_it_saves_less_time_than_times_are_off():
     workload = oomph.Workload(

@@ -679,12 +679,7 @@ PATTERNS: tuple[Pattern, ...] = (
         1.0,
         "gradient_accumulation_fusion micro_batches",
     ),
-    _pattern(
-        "duplicate buffers",
-        PeakAnalysis.is_duplicate,
-        1.0,
-        "shared_buffers shared_rotary_embedding fused_attention",
-    ),
+    _pattern("duplicate buffers", PeakAnalysis.is_duplicate, 1.0, "fused_attention"),
     _pattern("parameters", _kind("parameter", "buffer"), 0.1, "bf16_parameters fsdp2"),
     _pattern(
         "foreach optimizer temporaries",
@@ -692,7 +687,7 @@ PATTERNS: tuple[Pattern, ...] = (
         0.5,
         "fused_optimizer no_foreach optimizer_in_backward",
     ),
-    _pattern("wrong device", _is_host_copy, 1.0, "shared_buffers"),
+    _pattern("wrong device", _is_host_copy, 1.0),
     _pattern("data set on the GPU", PeakAnalysis.is_data, 1.0),
     _pattern("evaluation without no_grad", _is_unused_graph, 1.0),
     _pattern("retained graph", PeakAnalysis.is_retained, _LEAK),
@@ -701,12 +696,10 @@ PATTERNS: tuple[Pattern, ...] = (
     _pattern("logits", _is_logits, 1.0, "fused_linear_cross_entropy micro_batches smaller_vocabulary"),
     _pattern("scores of all pairs", _is_of_pairs, 1.0),
     _pattern("broadcast product", _is_in("reduced_broadcasts"), 1.0, "fused_attention micro_batches"),
-    _pattern("state transitions", _is_transition, 1.0, "chunkwise_kda micro_batches shorter_sequence"),
+    _pattern("state transitions", _is_transition, 1.0, "micro_batches shorter_sequence"),
     _pattern("loop kept by autograd", _is_in_loop, 1.0, "activation_checkpointing micro_batches"),
-    _pattern("per-token weight deltas", _is_weight_delta, 1.0, "modulated_linear micro_batches"),
-    _pattern(
-        "broadcast product", _is_in("broadcasts"), 1.0, "fused_attention hoist_batch_invariant micro_batches"
-    ),
+    _pattern("per-token weight deltas", _is_weight_delta, 1.0, "micro_batches"),
+    _pattern("broadcast product", _is_in("broadcasts"), 1.0, "fused_attention micro_batches"),
     _pattern("batch", lambda facts, one: one.stage == "batch", 0.1, "micro_batches smaller_batch"),
     _pattern("workspace", _kind("workspace"), 0.1),
     _pattern("casts of the weights", _is_weight_cast, 0.3, "bf16_parameters"),

@@ -30,8 +30,6 @@ class Compile(Fix):
         "fused_attention": _LAZY,
         "fused_linear_cross_entropy": _LAZY,
         "gradient_accumulation_fusion": _LAZY,
-        "hoist_batch_invariant": _LAZY,
-        "modulated_linear": _LAZY,
     }
 
     def targets(self, context: FixContext) -> Iterable[Target]:

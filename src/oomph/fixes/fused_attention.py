@@ -10,37 +10,43 @@ B batch, H query heads, G key/value heads, T queries, S keys, D and E head sizes
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from oomph.errors import FixWarning, UserError
 from oomph.fixes import causal_masks
 from oomph.fixes.causal_masks import constant_of, is_causal
-from oomph.fixes.journal import Journal
+from oomph.fixes.journal import Journal, WrappedForward, module_of
 from oomph.fixes.lazy_tensor import (
     Args,
     Expression,
     Kwargs,
-    LazyMode,
-    LazyModeFix,
     LazyTensor,
     RecordedCall,
-    einsum_operands,
+    function_name,
+    lazy_call,
     lazy_tensor,
-    program_line,
+    modes_paused,
+    value_of,
 )
-from oomph.fixes.registry import FixContext, Target
-from oomph.ops.common import is_fake
+from oomph.fixes.modules import modules_with_code
+from oomph.fixes.registry import Fix, FixContext, Target
+from oomph.ops.common import is_fake, no_compile
 from oomph.ops.softmax_attention import attention
 from oomph.records import Prediction
-from oomph.torch_internals import FakeTensor
+from oomph.torch_internals import FakeTensor, current_function_modes, tree_map
 
 # Where attention is ----------------------------------------------------------------------------------
+
+
+_SOFTMAX = ("aten._softmax", "aten._safe_softmax")
+_SMALLEST_SHARE = 0.005  # of the peak, as in planning: a fix that saves less is left out of every set
 
 
 def _has_own_code(model: nn.Module) -> bool:
@@ -49,11 +55,13 @@ def _has_own_code(model: nn.Module) -> bool:
 
 
 def attention_matrices(prediction: Prediction) -> list[str]:
-    """Modules that keep softmax results [..., T, S] for backward.
+    """Modules that keep softmax results [..., T, S] for backward, where these are a part of the peak.
 
     A batched product of that shape precedes each, in the same module or its parent. Not those whose
     weights are dropped.
     """
+    if not _may_win(prediction):
+        return []
     products: dict[str, set[tuple[int, ...]]] = {}
     found: dict[str, None] = {}
     weights: dict[int | None, str] = {}  # id of a softmax result or its cast -> module
@@ -64,7 +72,7 @@ def attention_matrices(prediction: Prediction) -> list[str]:
         op, shape = ".".join(made.op.split(".")[:2]), tuple(made.shape[-2:])
         if op in ("aten.bmm", "aten.baddbmm"):
             products.setdefault(made.module, set()).add(shape)
-        elif op in ("aten._softmax", "aten._safe_softmax") and made.saved:
+        elif op in _SOFTMAX and made.saved:
             shapes = products.get(made.module, set()) | products.get(_parent(made.module), set())
             if shape in shapes:
                 found[made.module] = None
@@ -75,6 +83,15 @@ def attention_matrices(prediction: Prediction) -> list[str]:
             elif op == "aten.native_dropout":
                 dropped.add(weights[made.parent])
     return [module for module in found if module not in dropped]
+
+
+def _may_win(prediction: Prediction) -> bool:
+    """Whether what a step's softmaxes leave for backward is a part of the peak that can be seen."""
+    kept: dict[int, int] = {}
+    for made in prediction.allocations:
+        if made.saved and made.op in _SOFTMAX and len(made.shape) > 2:
+            kept[made.step] = kept.get(made.step, 0) + made.bytes
+    return max(kept.values(), default=0) >= _SMALLEST_SHARE * prediction.peak.allocated
 
 
 def _owner(model: nn.Module, path: str) -> str:
@@ -94,15 +111,25 @@ def _parent(module: str) -> str:
 _PRODUCTS = frozenset(("matmul", "bmm", "einsum"))
 
 
-class AttentionMode(LazyMode):
-    functions = _PRODUCTS | causal_masks.FUNCTIONS
+_FUNCTIONS = _PRODUCTS | causal_masks.FUNCTIONS
 
-    @cached_property
-    def buffers(self) -> frozenset[int]:
-        """Ids of the module's buffers, which may be masks."""
-        return frozenset() if self.module is None else frozenset(map(id, self.module.buffers()))
 
-    def handle(self, name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
+class AttentionMode(TorchFunctionMode):
+    """Sees the calls into torch that a module's forward makes; those of no interest return first."""
+
+    def __init__(self, module: nn.Module | None) -> None:
+        super().__init__()
+        self.buffers = frozenset(map(id, module.buffers() if module else ()))  # which may be masks
+
+    def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+        if LazyTensor in types:
+            return lazy_call(func, args, kwargs or {})
+        name = function_name(func)
+        if name in _FUNCTIONS and not modes_paused.now():
+            return self._handle(name, func, args, kwargs or {})
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def _handle(self, name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
         if name in _PRODUCTS:
             product = _query_key_product(name, args, kwargs)
             if product is None:
@@ -117,10 +144,22 @@ class AttentionMode(LazyMode):
         causal_masks.note(name, func, args, kwargs, made, self.buffers)
         return made
 
-    def returned(self, leaf: Any) -> Any:
-        """A fused result that is returned as it is gets the memory layout of the program's own product."""
-        leaf = super().returned(leaf)
-        return leaf.contiguous() if isinstance(leaf, Tensor) and _is_fused_result(leaf) else leaf
+
+@no_compile
+def _run_in_mode(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if any(isinstance(active, AttentionMode) for active in current_function_modes()):
+        return forward(*args, **kwargs)
+    with AttentionMode(module_of(forward)):
+        result = forward(*args, **kwargs)
+    return _returned(result) if isinstance(result, Tensor) else tree_map(_returned, result)
+
+
+def _returned(leaf: Any) -> Any:
+    """Scores are computed before the module returns them. A fused result that is returned as it is gets the
+    memory layout of the program's own product."""
+    if isinstance(leaf, LazyTensor) and isinstance(leaf.expression, AttentionScores):
+        return value_of(leaf)
+    return leaf.contiguous() if _is_fused_result(leaf) else leaf
 
 
 def _is_fused_result(tensor: Any) -> bool:
@@ -139,9 +178,35 @@ def _view_or_reshape(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
         return args[0].reshape(*args[1:], **kwargs)
 
 
+def _program_line() -> str:
+    """ "file:line" of the program's own code that is running."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "oomph.")):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _einsum_operands(args: Args, kwargs: Kwargs) -> tuple[list[str], str, list[Any]] | None:
+    """The subscripts of each operand, those of the result, and the operands; None for unusual equations."""
+    if kwargs or len(args) < 2 or not isinstance(args[0], str) or "." in args[0] or "->" not in args[0]:
+        return None
+    operands = list(args[1]) if isinstance(args[1], list | tuple) else list(args[1:])
+    left, out = args[0].replace(" ", "").split("->")
+    words = left.split(",")
+    if len(words) != len(operands) or any(len(set(word)) != len(word) for word in (*words, out)):
+        return None
+    sizes: dict[str, int] = {}
+    for word, operand in zip(words, operands, strict=True):
+        if not isinstance(operand, Tensor | Expression) or len(word) != len(operand.shape):
+            return None
+        if any(sizes.setdefault(s, size) != size for s, size in zip(word, operand.shape, strict=True)):
+            return None
+    return (words, out, operands) if set(out) <= sizes.keys() else None
+
+
 def _query_key_product(name: str, args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor] | None:
     """q [*lead, T, D] and k [*lead, S, D] of a batched product; views, nothing is copied."""
-    found = einsum_operands(args, kwargs) if name == "einsum" else None
+    found = _einsum_operands(args, kwargs) if name == "einsum" else None
     operands = args if name != "einsum" else () if found is None else found[2]
     # Not a Parameter: a product with one is a layer.
     if len(operands) != 2 or not all(type(each) in (Tensor, FakeTensor) for each in operands):
@@ -228,7 +293,7 @@ class AttentionScores(Expression):
         if is_plain_product or only_read:
             return
         warnings.warn(
-            f"fix 'fused_attention': {program_line()}: {name} of attention scores is not fused, and the "
+            f"fix 'fused_attention': {_program_line()}: {name} of attention scores is not fused, and the "
             f"matrix {list(self.shape)} is computed; use F.scaled_dot_product_attention or "
             "oomph.ops.attention(q, k, v, causal=..., bias=..., key_mask=..., scale=...) there",
             FixWarning,
@@ -265,7 +330,7 @@ class AttentionScores(Expression):
         if name != "einsum":
             plain = len(args) == 2 and args[0] is self and isinstance(args[1], Tensor) and not kwargs
             return (args[1] if plain else None), None
-        found = einsum_operands(args, kwargs)
+        found = _einsum_operands(args, kwargs)
         if found is None or len(found[2]) != 2 or found[2][0] is not self:
             return None, None
         (of_weights, of_v), out, (_, v) = found
@@ -491,18 +556,13 @@ def _any(masks: Sequence[Tensor]) -> Tensor | None:
     return total
 
 
-AttentionMode.expressions = (AttentionScores,)
-
-
-class FusedAttention(LazyModeFix):
+class FusedAttention(Fix):
     name = "fused_attention"
     kind = "exact"
     changes = "Attention written out as products and a softmax runs fused, without the matrix of its weights."
-    mode = AttentionMode
-    effect = "attention in its forward is fused"
 
     def targets(self, context: FixContext) -> Iterable[Target]:
-        if _has_own_code(context.model) and not self.is_applied(context.model):
+        if _has_own_code(context.model) and not _is_applied(context.model):
             paths = attention_matrices(context.prediction)
             names = list(dict.fromkeys(_owner(context.model, path) for path in paths))
             if names:  # the prediction with the fix shows whether it is of a form that is fused
@@ -518,4 +578,20 @@ class FusedAttention(LazyModeFix):
                 f"fix {self.name!r}: the model has no code of its own; name modules=[...], or use the fix "
                 "'attn_implementation' for a Hugging Face model"
             )
-        super().change_model(model, journal, modules=modules)
+        for name, module in modules_with_code(model, modules, self.name).items():
+            kind = type(module)  # an empty Sequential is what stands for the identity in many models
+            of_torch = kind.__module__.startswith("torch.") and not isinstance(module, nn.Sequential)
+            if of_torch and not list(module.children()):
+                raise UserError(f"fix {self.name!r}: {name!r} is a {kind.__name__}, without code of its own")
+            journal.wrap_forward(module, _run_in_mode, name, "attention in its forward is fused")
+
+
+def _is_applied(model: nn.Module) -> bool:
+    """Whether the forward of a module in it runs in the mode already."""
+    for each in model.modules():
+        forward = vars(each).get("forward")
+        while isinstance(forward, WrappedForward):
+            if forward.wrapper is _run_in_mode:
+                return True
+            forward = forward.inner
+    return False

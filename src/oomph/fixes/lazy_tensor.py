@@ -1,31 +1,26 @@
 """Tensors whose value is computed only if something reads it.
 
-Some fixes return a `LazyTensor` where a program computes a large intermediate: logits, attention scores, a
-weight per token. Its `Expression` records how to compute the value. Every call into torch that takes a
-LazyTensor is offered to the expression (`handle_function`), which answers with another expression (still not
-computed), with a tensor (the fused result), or NotImplemented. In the last case the value is computed
-by the program's own calls, with the gradient mode and autocast of the time they were made, and the call runs
-on that value.
+Two fixes return a `LazyTensor` where a program computes a large intermediate: logits, or attention scores.
+Its `Expression` records how to compute the value. Every call into torch that takes a LazyTensor is offered
+to the expression (`handle_function`), which answers with another expression (still not computed), with a
+tensor (the fused result), or NotImplemented. In the last case the value is computed by the program's own
+calls, with the gradient mode and autocast of the time they were made, and the call runs on that value.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, enable_reentrant_dispatch
+from torch.overrides import enable_reentrant_dispatch
 
 from oomph.errors import UserError
-from oomph.fixes.journal import Journal, WrappedForward, module_of
-from oomph.fixes.modules import modules_with_code
-from oomph.fixes.registry import Fix
 from oomph.ops.common import is_fake, no_compile, refuse_second_derivatives, version_of
 from oomph.torch_internals import (
     DisableTorchFunctionSubclass,
@@ -93,32 +88,6 @@ def may_write(name: str, args: Args, kwargs: Kwargs) -> bool:
     if writes_by_name(name) or name in _ATTRIBUTE_WRITES or kwargs.get("out") is not None:
         return True
     return name in _INPLACE_OPTION and any(value is True for value in (*args, *kwargs.values()))
-
-
-def program_line() -> str:
-    """ "file:line" of the program's own code that is running."""
-    frame: Any = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "oomph.")):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-def einsum_operands(args: Args, kwargs: Kwargs) -> tuple[list[str], str, list[Any]] | None:
-    """The subscripts of each operand, those of the result, and the operands; None for unusual equations."""
-    if kwargs or len(args) < 2 or not isinstance(args[0], str) or "." in args[0] or "->" not in args[0]:
-        return None
-    operands = list(args[1]) if isinstance(args[1], list | tuple) else list(args[1:])
-    left, out = args[0].replace(" ", "").split("->")
-    words = left.split(",")
-    if len(words) != len(operands) or any(len(set(word)) != len(word) for word in (*words, out)):
-        return None
-    sizes: dict[str, int] = {}
-    for word, operand in zip(words, operands, strict=True):
-        if not isinstance(operand, Tensor | Expression) or len(word) != len(operand.shape):
-            return None
-        if any(sizes.setdefault(s, size) != size for s, size in zip(word, operand.shape, strict=True)):
-            return None
-    return (words, out, operands) if set(out) <= sizes.keys() else None
 
 
 # Expressions -----------------------------------------------------------------------------------------
@@ -447,7 +416,7 @@ def _with_expressions(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
 def _expression_or_value(leaf: Any) -> Any:
     if not isinstance(leaf, LazyTensor):
         return leaf
-    return _value(leaf) if leaf.expression.computed or _grad_fn_replaced(leaf) else leaf.expression
+    return value_of(leaf) if leaf.expression.computed or _grad_fn_replaced(leaf) else leaf.expression
 
 
 def _follow(name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -483,7 +452,7 @@ def _call_on_values(name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
             expression.before_materialize(name)
         if may_write(name, args, kwargs):
             expression.materialize_aliases()
-        return _value(lazy)
+        return value_of(lazy)
 
     args, kwargs = tree_map_only(LazyTensor, value, (tuple(args), dict(kwargs)))
     with modes_paused(), views[0]() if views else contextlib.nullcontext():
@@ -496,14 +465,11 @@ def _grad_fn_replaced(lazy: LazyTensor) -> bool:
         return lazy.grad_fn is not lazy.node or (lazy.node is None and lazy.requires_grad)
 
 
-def _value(lazy: LazyTensor) -> Tensor:
+def value_of(lazy: LazyTensor) -> Tensor:
     if not _grad_fn_replaced(lazy):
         return lazy.expression.value()
     with DisableTorchFunctionSubclass():
         return Tensor.view_as(lazy, lazy)
-
-
-# Modes -----------------------------------------------------------------------------------------------
 
 
 class _Pauses(threading.local):
@@ -514,83 +480,14 @@ _pauses = _Pauses()
 
 
 class modes_paused:
-    """Inside, lazy modes leave calls as they are."""
+    """Inside, the modes that make LazyTensors leave calls as they are."""
+
+    @staticmethod
+    def now() -> bool:
+        return _pauses.depth > 0
 
     def __enter__(self) -> None:
         _pauses.depth += 1
 
     def __exit__(self, *_: object) -> None:
         _pauses.depth -= 1
-
-
-class LazyMode(TorchFunctionMode):
-    """Sees the calls into torch that a module's forward makes, and defers some of them.
-
-    A mode is asked about every call, so the calls that are of no interest return first.
-    """
-
-    functions: ClassVar[frozenset[str]]  # names of the functions that `handle` is called for
-    sees_writes: ClassVar[bool] = False  # `handle` is called for functions that write, too
-    expressions: ClassVar[tuple[type[Expression], ...]] = ()  # computed before the module returns them
-    module: torch.nn.Module | None = None  # whose forward runs in the mode
-
-    def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
-        if LazyTensor in types:
-            return lazy_call(func, args, kwargs or {})
-        name = function_name(func)
-        writes = self.sees_writes and (writes_by_name(name) or "out" in (kwargs or ()))
-        if (writes or name in self.functions) and not _pauses.depth:
-            return self.handle(name, func, args, kwargs or {})
-        return func(*args, **kwargs) if kwargs else func(*args)
-
-    def handle(self, name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        raise NotImplementedError
-
-    def begin(self, arguments: Any) -> None:
-        """Called with the module's arguments."""
-
-    def returned(self, leaf: Any) -> Any:
-        """What the module returns in the place of `leaf`."""
-        if isinstance(leaf, LazyTensor) and isinstance(leaf.expression, self.expressions):
-            return _value(leaf)
-        return leaf
-
-
-class LazyModeFix(Fix):
-    """A fix that runs the forward of modules in `mode`."""
-
-    mode: ClassVar[type[LazyMode]]
-    effect: ClassVar[str]  # what it does to a module, for the list of changes
-
-    def change_model(
-        self, model: torch.nn.Module, journal: Journal, *, modules: Sequence[str] | None = None
-    ) -> None:
-        """`modules`: in whose forward it looks; by default the whole model. Other parts of the forward run as
-        they are written."""
-        for name, module in modules_with_code(model, modules, self.name).items():
-            kind = type(module)  # an empty Sequential is what stands for the identity in many models
-            of_torch = kind.__module__.startswith("torch.") and not isinstance(module, torch.nn.Sequential)
-            if of_torch and not list(module.children()):
-                raise UserError(f"fix {self.name!r}: {name!r} is a {kind.__name__}, without code of its own")
-            journal.wrap_forward(module, partial(_run_in_mode, self.mode), name, self.effect)
-
-    def is_applied(self, model: torch.nn.Module) -> bool:
-        """Whether the forward of a module in it runs in the mode already."""
-        for each in model.modules():
-            forward = vars(each).get("forward")
-            while isinstance(forward, WrappedForward):
-                if getattr(forward.wrapper, "args", None) == (self.mode,):
-                    return True
-                forward = forward.inner
-        return False
-
-
-@no_compile
-def _run_in_mode(mode: type[LazyMode], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if any(isinstance(active, mode) for active in current_function_modes()):
-        return forward(*args, **kwargs)
-    with mode() as entered:
-        entered.module = module_of(forward)
-        entered.begin((args, kwargs))
-        result = forward(*args, **kwargs)
-    return entered.returned(result) if isinstance(result, Tensor) else tree_map(entered.returned, result)

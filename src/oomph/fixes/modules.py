@@ -7,45 +7,19 @@ import difflib
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from oomph.errors import UserError
 from oomph.fixes.journal import Journal
-from oomph.nn.blocks import NamedModule, block_names, has_children
+from oomph.nn.blocks import block_names, has_children
 from oomph.ops.common import autocast_enabled
 from oomph.torch_internals import FakeTensor, current_functorch_transform
 
-T = TypeVar("T")
 _CHECKPOINTING_FLAGS = ("gradient_checkpointing", "grad_checkpointing")  # Hugging Face's, timm's
-
-
-def common_parent(model: nn.Module, names: Sequence[str]) -> NamedModule:
-    """The innermost module with a forward that contains all these."""
-    paths = [name.split(".") for name in names]
-    common: list[str] = []
-    for parts in zip(*(path[:-1] for path in paths), strict=False):
-        if len(set(parts)) > 1:
-            break
-        common.append(parts[0])
-    while common and isinstance(model.get_submodule(".".join(common)), nn.ModuleList | nn.ModuleDict):
-        common.pop()
-    return NamedModule(".".join(common), model.get_submodule(".".join(common)))
-
-
-def equal_groups(found: Iterable[T], equal: Callable[[T, T], bool]) -> list[list[T]]:
-    """Groups of two or more that are equal."""
-    groups: list[list[T]] = []
-    for one in found:
-        group = next((group for group in groups if equal(group[0], one)), None)
-        if group is None:
-            groups.append([one])
-        else:
-            group.append(one)
-    return [group for group in groups if len(group) > 1]
 
 
 # --------------------------------------------------------------------------------- modules that users name
