@@ -88,25 +88,25 @@ def several_models():
     partly.blocks.extend(Block(BLOCKS + index) for index in range(BLOCKS))
     oomph.apply({"fix": "activation_checkpointing", "options": {"blocks": FIRST}}, partly)
     train(partly, steps=1)
-    with_cache()
+    of_transformers()
 
 
-def with_cache():
-    """The cache of keys dies with the model's output, before the backward pass. In a generation it grows."""
-    sizes = {"hidden_size": WIDTH, "intermediate_size": 64, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=50, num_hidden_layers=BLOCKS, **sizes)
-    model = LlamaForCausalLM(config).cuda()
+def of_transformers():
+    """Its layers know their index, which they hand on to a cache of keys."""
+    model = _llama(use_cache=False)
     for layer in model.model.layers:
         layer.__class__ = CountedLayer
     ids = torch.zeros(4, 16, dtype=torch.int64, device="cuda")
     with torch.no_grad():
-        out = model(input_ids=ids)
-        for _ in range(2):
-            out = model(input_ids=ids[:, :1], past_key_values=out.past_key_values)
-    del out
+        model(input_ids=ids)
     with torch.autocast("cuda", torch.bfloat16):
         loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
+
+
+def _llama(**options):
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 64, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=50, num_hidden_layers=BLOCKS, **sizes, **options)).cuda()
 
 
 class Larger(Block):

@@ -29,6 +29,7 @@ class Library:
     training_loops: Mapping[str, str] = field(default_factory=dict)
     float32_ops: tuple[str, ...] = ()  # under autocast
     result_rows: Mapping[str, Callable[[int], int]] = field(default_factory=dict)  # typical, of so many
+    unread_results: tuple[str, ...] = ()  # classes, of what a model returns and no training loop reads
     next_evaluation: Callable[[], int | None] | None = None  # the step after which its loop evaluates first
 
 

@@ -28,6 +28,7 @@ from oomph.prediction.compat import (
     triton,
     wandb,
 )
+from oomph.prediction.compat.library import class_names
 from oomph.prediction.patches import Patches
 
 if TYPE_CHECKING:
@@ -61,6 +62,13 @@ FLOAT32_OPS = tuple(op for library in LIBRARIES for op in library.float32_ops)
 TRAINING_LOOPS = {module: name for library in LIBRARIES for module, name in library.training_loops.items()}
 # Of ops whose results depend on values: how many rows are typical, of how many there are.
 RESULT_ROWS = {op: rows for library in LIBRARIES for op, rows in library.result_rows.items()}
+
+_UNREAD = {name for library in LIBRARIES for name in library.unread_results}
+
+
+def is_unread(value: Any) -> bool:
+    """Whether it is something that models return in training, and no training loop reads."""
+    return not _UNREAD.isdisjoint(class_names(value))
 
 
 def before_fork() -> None:

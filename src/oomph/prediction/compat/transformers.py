@@ -82,5 +82,6 @@ LIBRARY = Library(
     in_trace=_forget_the_machine,
     as_program=_as_program,
     next_evaluation=_next_evaluation,
+    unread_results=("transformers.cache_utils.Cache",),
     training_loops={"transformers.trainer": "_inner_training_loop"},
 )

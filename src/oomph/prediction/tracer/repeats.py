@@ -9,8 +9,7 @@ and the last may differ: what comes before and after them does.) In later passes
 the second allocates and frees what it did in the pass before. Where something is not as expected, all blocks
 are traced; if some were repeated already, the program runs again in a fresh process.
 
-Without gradients, as where a model generates tokens, nothing follows the forward pass: there the last block
-but one is repeated, too. What a cache of keys held before is freed where the second block freed its own.
+Without gradients nothing follows the forward pass: there the last block but one is repeated, too.
 
 Evaluation loops and gradient accumulation call a model many times with the same shapes, as does, without
 gradients, a module that samples from it. Where as much memory is in use as before the last traced calls, a
@@ -31,13 +30,14 @@ import random
 import textwrap
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from oomph.prediction.compat.registry import is_unread
 from oomph.prediction.isolation import can_restart, finish, restart, restarted_without
 from oomph.prediction.tracer.fast_path import FastPath
 from oomph.prediction.tracer.recorder import PendingAllocation
@@ -62,7 +62,6 @@ from oomph.torch_internals import (
 _FEWEST = 7  # blocks; with fewer there is little to gain
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _MODULE_STATE = {"_parameters", "_buffers", "_modules", "training", *MODULE_HOOKS}
-_PARTS_OF_CACHES = ("layers", "is_updated", "key_cache", "value_cache")
 _MOST_NODES_BETWEEN = 1  # that checkpointing makes before it calls a block; they take no part in backward
 
 Ref = tuple[str, int]  # an allocation as all blocks name it: ("new", 3), ("forward", 7), ("input", 0)
@@ -120,7 +119,6 @@ class _Forward(_Segment):
     results: Any = None  # as the block returned them, with _OUTPUT in place of the tensor
     input: int = -1
     first: int = 0  # the id of its first allocation
-    cached: dict[str, tuple[int, _Layout]] = field(default_factory=dict)  # what a cache of keys holds
 
 
 @dataclass(slots=True)
@@ -190,7 +188,6 @@ class _TracedBlock:
     position: int
     made: Sequence[int] = ()  # ids
     alive: frozenset[int] = frozenset()
-    cached: frozenset[int] = frozenset()
     input: int = -1
     # when its backward pass begins:
     gradient: int = -1
@@ -325,8 +322,6 @@ class RepeatedBlocks:
                 yield from self._described_arguments(part, inputs, output)
         elif isinstance(value, _PLAIN):
             yield value
-        elif _is_cache(value):
-            yield id(value)
         elif getattr(getattr(type(value), "__dataclass_params__", None), "frozen", False):
             for one in dataclasses.fields(value):
                 yield from self._described_arguments(getattr(value, one.name), inputs, output)
@@ -347,9 +342,6 @@ class RepeatedBlocks:
         first_event, first = len(recorder.events), len(recorder.allocations)
         kernels, calls = tracer.work.mark(), tracer.modules.completed
         state = self._state()
-        cached = None if one.with_grad else _cached_tensors(_cache_layer(module, args, kwargs))
-        replaced = {_id(recorder.allocation_of(each)): index for index, each in enumerate(cached or ())}
-        del cached  # which the call may free
         out = forward(module, *args, **kwargs)
         last_event, last = len(recorder.events), len(recorder.allocations)
         try:
@@ -363,22 +355,19 @@ class RepeatedBlocks:
             traced.input = _id(recorder.allocation_of(input))
             names: dict[int, Ref] = {id: ("new", id - first) for id in range(first, last)}
             names |= self._names_outside(traced)
-            names |= {id: ("cached", index) for id, index in replaced.items()}
             steps = _steps(recorder.events[first_event:last_event], recorder.allocations, names)
             found = _Forward(path, steps, _alive(steps), kernels.until_now(), (calls, calls))
             found.output = _id(recorder.allocation_of(tensor)) - first
             found.layout, found.results = results
             found.input, found.first = traced.input, first
-            found.cached = self._cached(module, args, kwargs, first)
             traced.alive = frozenset(first + index for index in found.alive if index != found.output)
-            traced.cached = frozenset(first + index for index, _ in found.cached.values())
-            if not one.with_grad and traced.alive != traced.cached:  # something else holds what it made
+            if not one.with_grad and traced.alive:  # something else holds what it made
                 raise _NotRepeatable
         except Exception as error:
             self.fail_if_strict(error)
             found = None
         freed = () if found is None else [step.ref[0] for step in found.steps if isinstance(step, _Freed)]
-        if found is None or not {"new", "cached"}.issuperset(freed):
+        if found is None or set(freed) - {"new"}:
             self._give_up(one)
             return out
         if one.position == 1:
@@ -435,22 +424,6 @@ class RepeatedBlocks:
             raise _NotRepeatable
         return tensor, (layout, results)
 
-    def _cached(
-        self, module: nn.Module, args: Any, kwargs: Any, first: int
-    ) -> dict[str, tuple[int, _Layout]]:
-        """Attributes of the block's layer of a Hugging Face cache that hold what the block has made."""
-        found: dict[str, tuple[int, _Layout]] = {}
-        layer = _cache_layer(module, args, kwargs)
-        for name, value in vars(layer).items() if layer is not None else ():
-            if isinstance(value, FakeTensor):
-                allocation = self._tracer.recorder.allocation_of(value)
-                if allocation is None or allocation.id < first or value.storage_offset():
-                    raise _NotRepeatable
-                found[name] = allocation.id - first, _Layout.of(value)
-                if self.make(found[name][1]).untyped_storage().nbytes() != allocation.bytes:
-                    raise _NotRepeatable
-        return found
-
     def _names_outside(self, traced: _TracedBlock) -> dict[int, Ref]:
         """Allocations from before that every block has: its input, and the tensors of its modules."""
         recorder = self._tracer.recorder
@@ -480,20 +453,11 @@ class RepeatedBlocks:
         one.blocks.add(block)
         one.repeated += 1
         self._tracer.blocks_repeated = True
-        layer = _cache_layer(module, args, kwargs) if forward.cached else None
         if one.with_grad:
             tensor = _RepeatedNode.apply(input, block, forward)
         else:
-            block.freed = [each.untyped_storage() for each in _cached_tensors(layer)]
             with self._tracer.lock:
                 tensor = block.run_forward(forward, input)
-            block.freed.clear()
-        if forward.cached:
-            if layer is None:
-                layer = _new_cache_layer(module, args, kwargs)
-            example = _cache_layer_before(module, args, kwargs)
-            vars(layer).update({**vars(example), **block.cached})
-        block.cached = {}  # the cache alone holds them
         self._advance(one, tensor)
         return _with_tensor(forward.results, tensor)
 
@@ -602,7 +566,7 @@ class RepeatedBlocks:
             layouts[found.result[1]] = found.result_layout
         freed = [step.ref for step in steps if isinstance(step, _Freed)]
         kept = traced.left - {traced.made[index] for kind, index in freed if kind == "forward"}
-        if found.alive != layouts.keys() or kept - traced.cached:  # something else holds what the block made
+        if found.alive != layouts.keys() or kept:  # something else holds what the block made
             return None
         if found.result[0] not in ("new", "gradient"):
             return None
@@ -643,8 +607,6 @@ class _RepeatedBlock:
         self._tracer = blocks._tracer
         self._ids: dict[Ref, int] = {}  # of its forward pass, until the backward pass
         self.held: dict[Ref, torch.UntypedStorage] = {}
-        self.cached: dict[str, FakeTensor] = {}
-        self.freed: list[torch.UntypedStorage] = []  # what the cache held before, without gradients
 
     def _tensors(self) -> dict[Ref, int]:
         recorder = self._tracer.recorder
@@ -654,12 +616,8 @@ class _RepeatedBlock:
     def run_forward(self, forward: _Forward, input: torch.Tensor) -> FakeTensor:
         ids = self._tensors()
         ids["input", 0] = _id(self._tracer.recorder.allocation_of(input))
-        allocation_of = self._tracer.recorder.allocation_of_storage
-        ids |= {("cached", index): _id(allocation_of(each)) for index, each in enumerate(self.freed)}
         made = {forward.output: self._blocks.make(forward.layout)}
-        made |= {index: self._blocks.make(layout) for index, layout in forward.cached.values()}
         self._record(forward, ids, made)
-        self.cached = {name: made[index] for name, (index, _) in forward.cached.items()}
         self._ids = {("forward", index): id for (kind, index), id in ids.items() if kind == "new"}
         self._ids["input", 0] = ids["input", 0]
         self.held = {("forward", index): storage for (_, index), storage in self.held.items()}
@@ -697,8 +655,7 @@ class _RepeatedBlock:
         if backward.result[0] == "new":
             made[backward.result[1]] = blocks.make(backward.result_layout)
         self._record(backward, ids, made, gradient)
-        cached = {("forward", index) for index, _ in forward.cached.values()}
-        if any(ref[0] == "forward" and ref not in cached for ref in self.held):
+        if any(ref[0] == "forward" for ref in self.held):
             restart()
         self.held.clear()
         for index, which, _ in backward.gradients:
@@ -740,8 +697,6 @@ class _RepeatedBlock:
             elif isinstance(step, _Freed):
                 if step.ref[0] == "gradient" and gradient is not None:
                     recorder.release(gradient.untyped_storage())
-                elif step.ref[0] == "cached":
-                    recorder.release(self.freed[step.ref[1]])
                 elif step.ref[0] == "new":
                     recorder.record_free(recorder.allocations[ids[step.ref]])
                 else:
@@ -801,8 +756,8 @@ def _alive(steps: Sequence[_Made | _Freed | _Marked]) -> set[int]:
 
 def _same_forward(first: _Forward, second: _Forward) -> bool:
     return (
-        (first.output, first.layout, first.cached, first.alive, first.results)
-        == (second.output, second.layout, second.cached, second.alive, second.results)
+        (first.output, first.layout, first.alive, first.results)
+        == (second.output, second.layout, second.alive, second.results)
     ) and first.described() == second.described()
 
 
@@ -826,48 +781,6 @@ def _storage_uses(tensor: torch.Tensor) -> int:
 def _keeps_graph(module: nn.Module) -> bool:
     """Whether the module holds something of its call's graph, such as an auxiliary loss."""
     return any(isinstance(each, torch.Tensor) and each.grad_fn is not None for each in vars(module).values())
-
-
-# -- caches of keys and values ---------------------------------------------------------------------------
-
-
-def _is_cache(value: Any) -> bool:
-    return type(value).__name__.endswith("Cache") and isinstance(getattr(value, "layers", None), list)
-
-
-def _layers_of_cache(module: nn.Module, args: Any, kwargs: Any) -> tuple[list[Any], int] | None:
-    """The layers of a cache among a block's arguments, and which of them is the block's."""
-    cache = next((value for value in (*args, *kwargs.values()) if _is_cache(value)), None)
-    if cache is None:
-        return None
-    found = {getattr(each, "layer_idx", None) for each in module.modules()}
-    indices = [index for index in found if isinstance(index, int)]
-    if len(indices) != 1:
-        raise _NotRepeatable
-    return cache.layers, indices[0]
-
-
-def _cache_layer(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    layers, index = _layers_of_cache(module, args, kwargs) or ([], 0)
-    return layers[index] if index < len(layers) else None
-
-
-def _new_cache_layer(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    layers, index = _layers_of_cache(module, args, kwargs) or ([], 0)
-    if index != len(layers) or index == 0:
-        raise _NotRepeatable
-    layers.append(object.__new__(type(layers[index - 1])))
-    return layers[index]
-
-
-def _cached_tensors(layer: Any) -> list[FakeTensor]:
-    state = {} if layer is None else vars(layer)
-    return [state[name] for name in sorted(state) if isinstance(state[name], FakeTensor)]
-
-
-def _cache_layer_before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    layers, index = _layers_of_cache(module, args, kwargs) or ([], 0)
-    return layers[index - 1]
 
 
 # -- which blocks are alike ------------------------------------------------------------------------------
@@ -939,7 +852,7 @@ def _same_situation(first: Any, second: Any, module: nn.Module) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _only_passed_on(kind: type, name: str) -> bool:
-    """Whether the class's methods use `self.name` only as an argument of calls or an index of a cache."""
+    """Whether the class's methods use `self.name` only as an argument of calls."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
     except (OSError, TypeError, SyntaxError):
@@ -948,8 +861,6 @@ def _only_passed_on(kind: type, name: str) -> bool:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             passed_on |= {id(each) for each in (*node.args, *(keyword.value for keyword in node.keywords))}
-        elif isinstance(node, ast.Subscript) and getattr(node.value, "attr", "") in _PARTS_OF_CACHES:
-            passed_on.add(id(node.slice))
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef) and function.name not in ("__init__", "extra_repr"):
             for node in ast.walk(function):
@@ -1133,8 +1044,8 @@ class RepeatedCalls:
                 found.append(_TensorLike(*layout, leaf.requires_grad, allocation.id, allocation.bytes))
             elif isinstance(leaf, _PLAIN):
                 found.append(leaf)
-            elif training and type(leaf).__name__.endswith("Cache"):
-                found.append(None)  # of keys and values, which no training loop reads
+            elif training and is_unread(leaf):
+                found.append(None)
             else:
                 raise _NotRepeatable
         return found
