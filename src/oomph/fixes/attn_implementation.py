@@ -17,6 +17,7 @@ from oomph.nn.blocks import NamedModule
 _EAGER = ("eager", None)
 # transformers reports itself where a package or a kernel is missing.
 IMPLEMENTATIONS = ("sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+_ASSUMED = "assumes that attention drops weights and caps scores only where attributes of these names say so"
 # Parts of the names of dropout that is not applied to attention weights.
 _OTHER_DROPOUT = ("resid", "hidden", "output", "proj", "path", "activation", "embd", "layer")
 
@@ -33,7 +34,7 @@ class AttnImplementation(Fix):
             return
         where = [module for module in attention_matrices(context.prediction) if module.startswith(prefixes)]
         if where:
-            yield Target(tuple(where), {"implementation": "sdpa"})
+            yield Target(tuple(where), {"implementation": "sdpa"}, assumes=_ASSUMED)
 
     def change_model(
         self,

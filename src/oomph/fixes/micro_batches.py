@@ -27,9 +27,11 @@ _WEIGHT_NAMES = (
     "mask loss_mask label_mask labels_mask target_mask targets_mask weight weights loss_weight loss_weights "
     "sample_weight sample_weights len lens length lengths seq_lens seq_lengths"
 ).split()
-_ASSUMED = "assumes a loss that is the mean over labels that count, or over rows where there are no labels"
+_ASSUMED = (
+    "assumes a loss that is the mean over labels that count, or over rows where there are no labels; a sum, "
+    "or a loss that compares rows of the batch with each other (contrastive), would change"
+)
 _SHIFTED = "each row's first label is taken not to count, as in Hugging Face's own loss"
-_NOT_CHECKED = "a sum, or a loss that compares rows of the batch with each other (contrastive), would change"
 
 
 class MicroBatching(Fix):
@@ -48,10 +50,10 @@ class MicroBatching(Fix):
         except UserError:
             return
         shifted = shifts_labels(context.model)
-        note = "; ".join([_ASSUMED, *([_SHIFTED] if shifted else []), _NOT_CHECKED, *_remarks(context.model)])
+        note = "; ".join([*([_SHIFTED] if shifted else []), *_remarks(context.model)])
         condition = _condition(context.batch)
         for parts in _proposed_parts(rows):
-            yield Target(("batch",), {"parts": parts}, note, condition)
+            yield Target(("batch",), {"parts": parts}, note, condition, assumes=_ASSUMED)
 
     def change_loop(self, loop: TrainingLoop, *_: Any, parts: int = 2, **options: Any) -> str:
         if options:

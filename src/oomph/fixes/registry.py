@@ -96,6 +96,7 @@ class Target:
     options: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
     condition: str = ""  # that the user must check for the fix to be exact
+    assumes: str = ""  # what was decided by names; `fit` compares a small copy instead
     saving: int | None = None  # computed, where it cannot be predicted
 
 
@@ -135,19 +136,19 @@ class Fix:
 
     def proposals(self, context: FixContext) -> list[Proposal]:
         """Proposals without predicted peak, saving and slowdown; `oomph.fixes.propose` adds those."""
-        return [
-            Proposal(
-                self.name,
-                self.kind,
-                self.changes,
-                target.where,
-                dict(target.options),
-                target.note,
-                saving=target.saving,
-                condition=target.condition,
-            )
-            for target in self.targets(context)
-        ]
+        return [self.proposal(target) for target in self.targets(context)]
+
+    def proposal(self, target: Target) -> Proposal:
+        return Proposal(
+            self.name,
+            self.kind,
+            self.changes,
+            target.where,
+            dict(target.options),
+            "; ".join(filter(None, (target.assumes, target.note))),
+            saving=target.saving,
+            condition=target.condition,
+        )
 
     @property
     def options(self) -> dict[str, inspect.Parameter]:

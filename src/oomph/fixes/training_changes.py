@@ -120,16 +120,16 @@ class ShorterSequence(_SmallerSize):
 
     @staticmethod
     def count(batch: Any) -> int | None:
-        return next((leaf.shape[1] for leaf in tree_leaves(batch) if _is_tokens(leaf)), None)
+        return next((leaf.shape[1] for leaf in tree_leaves(batch) if is_tokens(leaf)), None)
 
     @staticmethod
     def cut(tensor: torch.Tensor, batch: Any, name: str | None, *, now: int, value: int) -> torch.Tensor:
-        if not _is_tokens(tensor) or tensor.shape[1] != now:
+        if not is_tokens(tensor) or tensor.shape[1] != now:
             return tensor
         return tensor[:, :value].clone()  # a copy, so that the rest is freed
 
 
-def _is_tokens(leaf: Any) -> bool:
+def is_tokens(leaf: Any) -> bool:
     return (
         isinstance(leaf, torch.Tensor)
         and leaf.dim() == 2

@@ -16,6 +16,7 @@ from oomph.fixes.application import apply, with_prediction
 from oomph.fixes.modules import model_id
 from oomph.fixes.registry import FixContext, all_fixes, conflict
 from oomph.fixes.scripts import ModelChange, check_for_scripts, model_of, on_each_optimizer, propose_for
+from oomph.fixes.small_copy import checked_proposals
 from oomph.fixes.training_changes import SmallerBatch
 from oomph.gpus import GPU
 from oomph.planning.reduced import Reduction, reduction
@@ -37,7 +38,7 @@ from oomph.prediction.program import WATCH_THREAD
 from oomph.prediction.retry import run_silently
 from oomph.prediction.tracer.batch_sizes import Sizes
 from oomph.prediction.trainers import TrainingLoop
-from oomph.records import FixKind, FixUse, Prediction, Progress, Proposal
+from oomph.records import FailedFixes, FixKind, FixUse, Prediction, Progress, Proposal
 from oomph.workload import Workload
 
 Fixes = tuple[FixUse, ...]
@@ -51,6 +52,7 @@ class Proposals(NamedTuple):
     model_id: str = ""
     found: tuple[Proposal, ...] = ()
     reason: str = ""  # why there are none
+    failed: tuple[FailedFixes, ...] = ()  # that change what a small copy computes
 
 
 class WorkloadProgram:
@@ -107,15 +109,17 @@ class WorkloadProgram:
 
     def proposals(self, prediction: Prediction) -> Proposals:
         context = FixContext(prediction, self._workload)
-        found = [
-            proposal
-            for fix in all_fixes()
-            if fix.name != "fsdp2"  # needs more than one GPU
-            for proposal in fix.proposals(context)
-            if not any(conflict(proposal.use, use) for use in self._workload.fixes)
-        ]
+        found: list[Proposal] = []
+        failed: list[FailedFixes] = []
+        for fix in all_fixes():
+            if fix.name != "fsdp2":  # needs more than one GPU
+                proposals, refuted = checked_proposals(fix, context)
+                found += proposals
+                failed += refuted
+        mine = self._workload.fixes
+        found = [one for one in found if not any(conflict(one.use, use) for use in mine)]
         self.reduction = reduction(context.model)
-        return Proposals(model_id(context.model), tuple(found))
+        return Proposals(model_id(context.model), tuple(found), failed=tuple(failed))
 
 
 class _StoppedProgram:

@@ -292,6 +292,7 @@ class _Search:
 
         def search(progress: Progress) -> Plan:
             proposals, chosen = self.program.proposals(prediction), base
+            self.failed = {_key(one.fixes): one for one in proposals.failed}
             if least:
                 proposals = proposals._replace(reason=reason)
             else:

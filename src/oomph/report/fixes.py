@@ -264,7 +264,7 @@ def plan_text(
         if line := rows_line(plan):
             console.print(Text(line))
         if plan.failed:
-            console.print("Not predicted:")
+            console.print("Not used:")
             console.print(Padding(Text("\n".join(failed_lines(plan))), (0, 0, 1, 2)))
         sets_allocator = any(use.fix == "allocator" for use in plan.fixes)
         if not plan.fits and plan.after.peak.allocated <= plan.limit and not sets_allocator:
@@ -334,7 +334,7 @@ def plan_verdict(plan: Plan) -> str:
 
 
 def failed_lines(plan: Plan) -> list[str]:
-    """What could not be predicted, and why."""
+    """What could not be predicted or changes the result, and why."""
     names = [" + ".join(map(short_fix_word, one.fixes)) for one in plan.failed]
     reasons = [printable(one.reason.split("\n")[0], _LONGEST_WORDS) for one in plan.failed]
     return [f"{name}: {reason}" for name, reason in zip(names, reasons, strict=True)]
