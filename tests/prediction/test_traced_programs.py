@@ -451,6 +451,21 @@ def test_a_scripted_function_is_noted_where_it_is_called(called):
     assert any("torch.jit" in note for note in notes) is called
 
 
+def _twice(x):
+    return 2 * x
+
+
+@in_trace()
+def test_a_scripted_function_keeps_the_functions_that_it_was_compiled_with(monkeypatch):
+    scripted = torch.jit.script(_calls_twice)
+    monkeypatch.setitem(globals(), "_twice", None)
+    scripted(torch.ones(4, device="cuda", requires_grad=True)).sum().backward()
+
+
+def _calls_twice(x):
+    return _twice(x)
+
+
 @pytest.mark.filterwarnings("ignore:Sparse")
 def test_sparse_tensors_stay_on_the_host():
     def program(blocks):

@@ -9,6 +9,7 @@ import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,10 +38,14 @@ def _run_as_python(patches: Patches, tracer: Tracer) -> None:
             tracer.note(_NOTE)
             return with_save(program)
 
+        # TorchScript reads the names now: a module may give them to others later.
+        bound = FunctionType(program.__code__, {**program.__globals__}, closure=program.__closure__)
+        bound.__defaults__, bound.__kwdefaults__ = program.__defaults__, program.__kwdefaults__
+
         @functools.wraps(program)
         def noted(*args: Any, **kwargs: Any) -> Any:  # a library scripts functions that a program never calls
             tracer.note_once(_NOTE)
-            return program(*args, **kwargs)
+            return bound(*args, **kwargs)
 
         return noted
 
