@@ -20,6 +20,7 @@ from oomph.prediction.compat import (
     nvidia_smi,
     nvml,
     safetensors,
+    stand_ins,
     tensorboard,
     tokenizers,
     torchscript,
@@ -54,6 +55,7 @@ LIBRARIES = (
     git.LIBRARY,
     nvidia_smi.LIBRARY,
     collect_env.LIBRARY,
+    stand_ins.LIBRARY,
 )
 
 

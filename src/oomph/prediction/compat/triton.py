@@ -14,7 +14,7 @@ from oomph.torch_internals import FakeTensor
 if TYPE_CHECKING:
     from oomph.prediction.tracer.tracer import Tracer
 
-_TUNING_BYTES = 256 << 20  # get_empty_cache_for_benchmark in triton/backends/nvidia/driver.py, for any GPU
+TUNING_BYTES = 256 << 20  # get_empty_cache_for_benchmark in triton/backends/nvidia/driver.py, for any GPU
 
 
 def _skip_kernels(patches: Patches, tracer: Tracer) -> None:
@@ -38,7 +38,7 @@ def _skip_kernels(patches: Patches, tracer: Tracer) -> None:
         key = (id(kernel), *map(named.get, kernel.keys), *dtypes)
         if len(kernel.configs) > 1 and key not in tuned:
             tuned.add(key)
-            torch.empty(_TUNING_BYTES, dtype=torch.uint8, device="cuda")
+            torch.empty(TUNING_BYTES, dtype=torch.uint8, device="cuda")
         launch(kernel, *args, **kwargs)
 
     patches.set(jit.JITFunction, "run", launch)

@@ -364,7 +364,7 @@ def _copy_unless_rows_first(tensor: Tensor) -> int:
 # Flash
 
 
-def _flash_head(head: int) -> int:
+def flash_head(head: int) -> int:
     return round_up(head, 32 if head <= 128 else 64)
 
 
@@ -376,14 +376,14 @@ def _flash_forward(call: BoundArguments, gpu: GPU) -> list[int]:
     if call["dropout_p"] > 0:
         # Splitting over keys is not implemented with dropout; the generator's state is allocated twice.
         return [rng_state]
-    splits = _flash_splits(batch * heads * math.ceil(length / 64), key.size(2), head, gpu)
+    splits = flash_splits(batch * heads * math.ceil(length / 64), key.size(2), head, gpu)
     if splits <= 1:
         return []
     rows = splits * batch * heads * length
-    return [rows * _FLOAT, rows * _flash_head(head) * _FLOAT]
+    return [rows * _FLOAT, rows * flash_head(head) * _FLOAT]
 
 
-def _flash_splits(blocks: int, key_length: int, head: int, gpu: GPU) -> int:
+def flash_splits(blocks: int, key_length: int, head: int, gpu: GPU) -> int:
     """Into how many parts flash cuts the keys, to keep all multiprocessors busy when there are few rows."""
     slots = 2 * gpu.multiprocessors
     if blocks >= 0.8 * slots:
@@ -412,7 +412,7 @@ def _flash_backward(call: BoundArguments, gpu: GPU) -> list[int]:
         _copy_unless_rows_first(call["grad_out"]),
         _copy_unless_rows_first(call["out"]),
         rows * _FLOAT,  # softmax_d
-        parts * rows * _flash_head(head) * _FLOAT,  # dq_accum
+        parts * rows * flash_head(head) * _FLOAT,  # dq_accum
         grouped,  # dk, then dv, for every query head; summed over each group afterwards
         grouped,
     ]

@@ -1,0 +1,3 @@
+from ...layers.rotary import apply_rotary
+
+__all__ = ["apply_rotary"]
