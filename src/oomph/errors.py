@@ -2,6 +2,7 @@
 
 import errno
 import os
+import sys
 import sysconfig
 import traceback
 from enum import IntEnum
@@ -13,6 +14,32 @@ from typing import Any
 _OWN_FOLDERS: tuple[str, ...] = ()
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 _HOST_MEMORY = ("can't allocate memory", "not enough memory", "Storage size calculation overflowed")
+# Packages that need a GPU to be built or to be imported, and some that only seem to: what to do.
+_WITHOUT_GPU = {
+    "apex": "it is built for CUDA: torch.optim.AdamW(fused=True), torch.nn.RMSNorm and torch.amp replace it",
+    "transformer_engine": "it is built for CUDA: predict with torch.nn's layers in bf16, of the same shapes",
+    "flash_attn_interface": "it is built for Hopper: predict with flash_attn, or with PyTorch's attention",
+    **dict.fromkeys(
+        ("deepspeed", "unsloth", "unsloth_zoo"),
+        "it is Python, and runs on the fake GPU: install it here (DS_BUILD_OPS=0 builds no CUDA code)",
+    ),
+    **dict.fromkeys(
+        ("liger_kernel", "fla"),
+        "its kernels are written in Triton, and are not run: install it here with Triton (Linux)",
+    ),
+    **dict.fromkeys(
+        ("vllm", "sglang", "tensorrt", "torch_tensorrt"),
+        "it serves models and needs a GPU: predict the part of the program that trains",
+    ),
+    **dict.fromkeys(
+        ("cupy", "pycuda", "cudf", "cuml", "nvidia", "kaolin"),
+        "it needs a GPU, and its memory is not torch's: prepare data without it to predict the training",
+    ),
+    **dict.fromkeys(
+        ("selective_scan_cuda", "flash_attn_2_cuda", "causal_conv1d_cuda", "dropout_layer_norm"),
+        "it is the compiled part of a package that oomph stands in for: call the package's Python functions",
+    ),
+}
 _NO_GPU = (
     *("Torch not compiled with CUDA enabled", "Found no NVIDIA driver", "No CUDA GPUs are available"),
     "Your setup doesn't support bf16/gpu",  # TrainingArguments of transformers
@@ -93,7 +120,20 @@ class ProgramError(OomphError):
             text = safe_text(error.msg if isinstance(error, SyntaxError) else error).strip()
             name = type(error).__name__
             text = f"{name}: {text}" if text else name
+            text += missing_package(error)
         return cls(text, *user_line(error), program_traceback(error))
+
+
+def missing_package(error: BaseException) -> str:
+    """What to do about a package that is not here because there is no GPU; of a stand-in, what it lacks."""
+    if not isinstance(error, ImportError) or error.name is None:
+        return ""
+    package = error.name.partition(".")[0]
+    file = getattr(sys.modules.get(package), "__file__", None)
+    if file is not None and file.startswith(_OWN_FOLDERS) and package != "oomph":
+        return f"; oomph's stand-in for {package}, which is not installed here, lacks it: please report it"
+    advice = _WITHOUT_GPU.get(package) if isinstance(error, ModuleNotFoundError) else None
+    return f"; {advice}" if advice else ""
 
 
 def missing_arguments(error: SystemExit) -> str:

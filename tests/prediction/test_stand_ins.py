@@ -281,3 +281,21 @@ def test_transformers_takes_its_paths_with_the_packages():
     found = oomph.predict(program, gpu="h200")
     assert "flash_attn is not installed here" in notes_of(found)
     assert not transformers.utils.is_flash_attn_2_available()
+
+
+@pytest.mark.parametrize(
+    ("line", "advice"),
+    [
+        ("import apex", "torch.optim.AdamW(fused=True)"),
+        ("import deepspeed.ops", "install it here"),
+        ("from flash_attn import not_there", "stand-in for flash_attn"),
+        ("import mamba_ssm.not_there", "stand-in for mamba_ssm"),
+    ],
+)
+def test_a_missing_package_says_what_to_do(line, advice):
+    if importlib.util.find_spec(line.split()[1].partition(".")[0]):
+        pytest.skip("installed")
+    with pytest.raises(oomph.ProgramError) as caught:
+        oomph.predict(lambda: exec(line))
+    assert advice in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
