@@ -87,7 +87,7 @@ class UnknownOp(OomphError):
     exit_status = ExitStatus.BUG
 
     def __init__(self, op: str, site: Any) -> None:
-        where = f" at {site.file}:{site.line}" if site is not None else ""
+        where = f" at {place(site.file, site.line)}" if site is not None else ""
         super().__init__(
             f"{op}{where}: it has a kernel on CUDA alone, and oomph no rule for it; please report it"
         )
@@ -99,6 +99,7 @@ class ProgramError(OomphError):
     exit_status = ExitStatus.PROGRAM_ERROR
     assumed: tuple[str, ...] = ()  # conditions on unknown values that the program branched on before
     last_condition: tuple[str, int, int, bool] | None = None  # file, line, count and answer of the last
+    forbidden: tuple[str, ...] = ()  # what it may not do in a prediction, as "network"
     share: tuple[str, int, Fraction] | None = None  # of a mask that a line selects: it would not have failed
 
     def __init__(
@@ -193,6 +194,11 @@ def _comes_from_program(error: BaseException) -> bool:
     frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     own = [file for file in frames if not _is_torch(file) and not _is_standard_library(file)]
     return bool(own) and not own[-1].startswith(_OWN_FOLDERS)
+
+
+def place(file: str, line: int) -> str:
+    """`train.py:7`; `exp.ipynb cell 3, line 2` in a cell of a notebook."""
+    return f"{file}, line {line}" if ".ipynb cell " in file else f"{file}:{line}"
 
 
 def user_line(error: BaseException) -> tuple[str | None, int | None]:

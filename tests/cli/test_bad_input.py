@@ -108,7 +108,7 @@ cases(
 cases(
     "predict",
     ("train", "target 'train' has no colon; give a script, as train.py"),
-    ("train.ipynb", "target 'train.ipynb' is a notebook; `jupyter nbconvert --to script`"),
+    ("train.ipynb", "file 'train.ipynb' does not exist"),
     ("pp", "target 'pp' has no colon (did you mean 'p.py'?)"),
     ("p.py --steps 0", "--steps 0 is not valid; give a positive number"),
     ("p.py:ok --steps 4", "--steps and --torchrun are for scripts"),

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from oomph import gpus
+from oomph import gpus, notebooks
 from oomph.cli import extensions
 from oomph.cli.common import Gpu, Max, ModelOptions, Module, OverrideWords, Steps, Torchrun
 from oomph.errors import (
@@ -28,6 +28,7 @@ from oomph.errors import (
     UserError,
     is_missing_gpu,
     missing_arguments,
+    place,
     program_traceback,
     user_line,
 )
@@ -247,7 +248,7 @@ def _with_model(options: Options) -> Options:
 
 
 def is_script(target: str) -> bool:
-    return target.endswith(".py") and ":" not in target
+    return target.endswith((".py", notebooks.SUFFIX)) and ":" not in target
 
 
 def is_config(target: str) -> bool:
@@ -291,19 +292,16 @@ def split_target(target: str) -> tuple[str, str]:
     """("file.py", "name"); raises UserError for anything else."""
     source, colon, name = target.rpartition(":")
     if not colon:
-        if target.endswith(".py"):
+        if is_script(target):
             raise UserError(
                 f"target {target!r} is a whole script, which this command does not take; give {_NO_SCRIPT}"
-            )
-        if target.endswith(".ipynb"):
-            raise UserError(
-                f"target {target!r} is a notebook; `jupyter nbconvert --to script` makes a script of it, or "
-                "call oomph.predict in it"
             )
         what = "is a folder" if os.path.isdir(target) else f"has no colon{_nearest_file(Path(target))}"
         if close := configuration.near(target):
             raise UserError(f"target {target!r} is not known; the nearest models are {', '.join(close)}")
         raise UserError(f"target {target!r} {what}; {VALID}")
+    if notebooks.is_notebook(source):
+        raise UserError(f"target {target!r} is a part of a notebook, which is predicted as a whole: {source}")
     if not source or not name.isidentifier():
         raise UserError(f"target {target!r} is not valid; {VALID}")
     return source, name
@@ -381,10 +379,12 @@ def check_python_file(source: str, valid: str = VALID) -> None:
         if path.is_symlink():
             what = "is a symbolic link to nothing"
         raise UserError(f"file {source!r} {what}{_nearest_file(path)}; {valid}")
-    if path.suffix != ".py":
+    if path.suffix not in (".py", notebooks.SUFFIX):
         raise UserError(f"file {source!r} is not a Python file; {valid}")
     if not os.access(path, os.R_OK):
         raise UserError(f"file {source!r} cannot be read: Permission denied")
+    if notebooks.is_notebook(source):
+        notebooks.load(source)
 
 
 def _import_file(source: str) -> ModuleType:
@@ -432,7 +432,7 @@ def _nearest_file(path: Path) -> str:
     folders = [one.name for one in path.parent.parent.glob("*/")] if not path.parent.is_dir() else []
     similar = difflib.get_close_matches(path.parent.name, folders, n=1)
     folder = path.parent.with_name(similar[0]) if similar else path.parent
-    names = [one.name for one in folder.glob("*") if one.suffix in (".py", ".yaml", ".yml")]
+    names = [one.name for one in folder.glob("*") if one.suffix in (".py", ".ipynb", ".yaml", ".yml")]
     close = difflib.get_close_matches(path.name, names, n=1)
     return f" (did you mean {str(folder / close[0])!r}?)" if close else ""
 
@@ -492,7 +492,7 @@ def _as_program_error(source: str) -> Iterator[None]:
 def raised_at(error: BaseException) -> str:
     """`train.py:7`; "" where no line of the program is known."""
     file, line = user_line(error)
-    return f"{short_path(file)}:{line}" if file else ""
+    return place(short_path(file), line) if file and line else ""
 
 
 def program_error_text(error: ProgramError) -> tuple[str, str]:
@@ -502,7 +502,7 @@ def program_error_text(error: ProgramError) -> tuple[str, str]:
         trace = "\n  ".join(["assumed before the failure:", *error.assumed]) + f"\n{trace}"
     message = str(error).strip().split("\n")[0]  # the traceback has the rest
     file, line = error.file, error.line
-    if file is None or f"{Path(file).name}:{line}" in message:  # the message says where
+    if file is None or (line and place(Path(file).name, line) in message):  # the message says where
         return trace, f"the program failed: {message}"
-    where = f"{short_path(file)}:{line}" if line else short_path(file)
+    where = place(short_path(file), line) if line else short_path(file)
     return trace, f"the program failed at {where}: {message}"

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from oomph import gpus
-from oomph.errors import ArgumentError, OomphError, ProgramError, UserError
+from oomph.errors import ArgumentError, OomphError, ProgramError, UserError, place
 from oomph.gpus import GPU
 from oomph.prediction import program
 from oomph.prediction.allocator import replay
@@ -244,7 +244,7 @@ def _program_error(error: BaseException, tracer: Tracer) -> ProgramError:
     found.last_condition = estimates.last_condition
     found.share = estimates.share_stated(error)
     found.assumed = tuple(
-        f"{site.file}:{site.line}: a condition on values is taken as {taken}"
+        f"{place(site.file, site.line)}: a condition on values is taken as {taken}"
         for site, taken in list(estimates.conditions.items())[-_CONDITIONS_SHOWN:]
     )
     return found

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import errno
 import functools
 import importlib.util
 import inspect
@@ -30,18 +29,20 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from oomph.errors import ProgramError, UserError, missing_arguments, program_traceback, user_line
+from oomph import notebooks
+from oomph.errors import ProgramError, UserError, missing_arguments, place, user_line
 from oomph.prediction.allocator import allocator_settings
 from oomph.prediction.compat import registry
 from oomph.prediction.garbage import without_collection
 from oomph.prediction.isolation import can_restart, finish, restart
+from oomph.prediction.notebook import LeftOut, run_notebook, say_left_out
 from oomph.prediction.tracer.fake_cuda import gpus_of_node
 from oomph.prediction.tracer.fast_path import FastPath
 from oomph.prediction.tracer.streams import DEVICE
 from oomph.prediction.tracer.tracer import Tracer
 from oomph.prediction.tracer.work import KernelsMark
 from oomph.prediction.trainers import on_each_training_loop
-from oomph.records import Event, Prediction, Progress
+from oomph.records import Event, Note, Prediction, Progress
 from oomph.torch_internals import (
     FakeTensor,
     batches_drawn,
@@ -514,6 +515,7 @@ _OF_TORCHRUN = (
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
 )
+_NAMED = 6  # of what a notebook left out
 _LONG_EPOCH = 300  # steps, which take minutes to trace
 _MORE = 10  # times as many steps, where it is not known how many reach what comes later
 WATCH_THREAD = "oomph watch"  # its name
@@ -522,7 +524,7 @@ _ENDLESS_S = 60.0  # a program without an optimizer whose peak has not risen for
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """`python path arguments`, or with `module` `python -m path arguments`."""
+    """`python path arguments`, or with `module` `python -m path arguments`; or a notebook."""
 
     path: str
     arguments: tuple[str, ...] = ()
@@ -561,26 +563,15 @@ def run_script(
     ended_at = ""
     try:
         with tracer.in_phase("forward"), steps.watching_loops():
-            defined = run_as_main(script)
+            defined = run_as_main(script, steps.leave_out)
     except SystemExit as error:
         file, line = user_line(error)
-        ended_at = f"{Path(file).name}:{line}" if file else ""
+        ended_at = place(Path(file).name, line) if file and line else ""
         if error.code not in (None, 0):
             status = error.code if isinstance(error.code, str) else f"status {error.code}"
             if not script.arguments and not tracer.recorder.allocations:
                 status += missing_arguments(error)
             raise ProgramError(f"{script.name} ended with {status}", *user_line(error)) from error
-    except KeyError as error:
-        if script.torchrun or error.args[0] not in _OF_TORCHRUN:
-            raise
-        message = f"KeyError: {error.args[0]!r}, which torchrun sets in the environment: add --torchrun"
-        raise ProgramError(message, *user_line(error), program_traceback(error)) from error
-    except PermissionError as error:
-        if error.errno != errno.EACCES:
-            raise
-        hint = "a library that opens files for writing by itself, as h5py does, needs --allow-subprocesses"
-        message = f"{type(error).__name__}: {error}; {hint}"
-        raise ProgramError(message, *user_line(error), program_traceback(error)) from error
     steps.check_trained(defined, ended_at)
 
 
@@ -594,13 +585,16 @@ def seed_generators() -> None:
         numpy.random.seed(0)
 
 
-def run_as_main(script: Script) -> dict[str, Any]:
-    """Run it as `python` or `python -m` would, in this process. What it defines."""
+def run_as_main(script: Script, left_out: LeftOut = say_left_out) -> dict[str, Any]:
+    """Run it as `python` or `python -m` would, or Jupyter, in this process. What it defines."""
     if script.torchrun:
         in_node = gpus_of_node(script.ranks)
         sizes = (script.ranks, in_node, script.ranks // in_node, 0, 0, 0, "127.0.0.1", _free_port())
         os.environ.update(zip(_OF_TORCHRUN, map(str, sizes), strict=True))
     sys.argv = [script.path, *script.arguments]
+    if notebooks.is_notebook(script.path):
+        sys.path.insert(0, "")  # the current folder, also after %cd
+        return run_notebook(script.path, left_out)
     if script.module:
         sys.path.insert(0, os.getcwd())
         _check_module(script.path)
@@ -677,6 +671,8 @@ class _ScriptSteps:
         self._updates = 0  # of parameters, without an optimizer
         self._first_event = 0  # of the step
         self._model_found = False
+        self._left_out: list[str] = []  # of a notebook
+        self._elsewhere = ""
         self._first_call: Any = None
         if script.on_optimizer is not None or script.on_end is not None:
             self._first_call = on_first_training_call(self._trains)
@@ -698,6 +694,23 @@ class _ScriptSteps:
             self._first_call.remove()
         if self._script.on_optimizer is not None:
             self._script.on_optimizer(optimizer)
+
+    def leave_out(self, what: str, how: str) -> None:
+        """Of a notebook: a magic, a command, or a program that trains in another process."""
+        if how:
+            say_left_out(what, how)
+        if "oomph predict" in how:
+            self._elsewhere = f"{what} is {how}"
+            self._tracer.note(self._elsewhere)
+            return
+        self._tracer.recorder.notes.pop(self._note_of_left_out(), None)
+        self._left_out.append(what)
+        self._tracer.recorder.notes[self._note_of_left_out()] = None
+
+    def _note_of_left_out(self) -> Note:
+        more = f" and {len(self._left_out) - _NAMED} more" if len(self._left_out) > _NAMED else ""
+        commands = "; --allow-subprocesses runs commands" if any("!" in one for one in self._left_out) else ""
+        return Note(f"{self._script.name}: not run: {', '.join(self._left_out[:_NAMED])}{more}{commands}")
 
     def watching_loops(self) -> contextlib.AbstractContextManager[None]:
         if self._script.on_optimizer is None:
@@ -837,6 +850,7 @@ class _ScriptSteps:
             what = f"predict what it defines, {' or '.join(targets[:4])}, or " if targets else ""
             ended = f" before it ended itself at {ended_at}" if ended_at else ""
             build = f"{what}build its model and data on device 'cuda'"
+            build = self._elsewhere or build
             raise UserError(f"{name} put nothing on the GPU{ended}; {build}")
 
     @property

@@ -420,7 +420,7 @@ def apply_commands(plan: Plan, target: str, file: str | None) -> tuple[str, tupl
         file = "plan.json"
         how = f"To apply it, add `--plan {file}` to the command `oomph fit`, which writes it there; then"
     applied = words if file is None else f"--plan {file}"
-    if target.startswith("-") or target.partition(" ")[0].endswith(".py"):
+    if target.startswith("-") or target.partition(" ")[0].endswith((".py", ".ipynb")):
         return f"{how}, without editing the script", (f"oomph run {applied} {target}",)
     trains = file is not None and target.partition(" ")[0].endswith((".yaml", ".yml"))
     given = f'"{file}"' if file else json.dumps([fix_word(use) for use in plan.fixes])

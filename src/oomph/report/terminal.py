@@ -22,7 +22,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from oomph.errors import UserError
+from oomph.errors import UserError, place
 from oomph.records import (
     Alive,
     BatchTensor,
@@ -667,7 +667,7 @@ def short_path(file: str, base: Path | None = None) -> str:
 
 def file_and_line(site: Site) -> str:
     """`loss.py:41`"""
-    return f"{printable(short_path(site.file))}:{site.line}"
+    return place(printable(short_path(site.file)), site.line)
 
 
 def without_folders(path: str, width: int) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from oomph.errors import UnknownOp
+from oomph.errors import UnknownOp, place
 from oomph.prediction.ops.composites import run_composite
 from oomph.prediction.ops.matmul import CublasWorkspaces
 from oomph.prediction.ops.registry import (
@@ -517,7 +517,7 @@ class DispatchMode(TorchDispatchMode):
         func, rule = facts.func, partial(lacks_deterministic_kernel, facts, args, kwargs)
         if self.tracer.guard.call("determinism check", func, rule, bool):
             site = self.tracer.attribution()[0]
-            where = "" if site is None else f" of {site.file}:{site.line}"
+            where = "" if site is None else f" of {place(site.file, site.line)}"
             raise program_error(RuntimeError(f"{func.overloadpacket.__name__}{where}{NO_KERNEL}"))
 
     def _check_index(self, facts: OpFacts, args: Sequence[Any]) -> None:
