@@ -679,7 +679,7 @@ if libc.open(b"data.h5", os.O_RDWR) < 0:
     raise PermissionError(ctypes.get_errno(), "unable to open file", "data.h5")
 raise SystemExit("opened")
 """
-    with pytest.raises(ProgramError, match=r"data\.h5.*--allow-subprocesses|opened") as caught:
+    with pytest.raises(ProgramError, match=r"data\.h5|opened") as caught:
         predicted(source)
     assert caught.value.line == 5 or "opened" in str(caught.value)  # a kernel without Landlock
 
@@ -688,7 +688,6 @@ raise SystemExit("opened")
     ("source", "message"),
     [
         ("import sys, torch\ntorch.ones(3).cuda()\nsys.exit()\n", "without a training step"),
-        ("import os\nos.environ['RANK']\n", "'RANK'.*add --torchrun"),
         ("import torch\ntorch.ones(3, device='cuda:1')\n", "one GPU is traced"),
     ],
 )

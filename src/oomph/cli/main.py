@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
+from oomph.advice import what_helps
 from oomph.cli import extensions
 from oomph.cli.common import TAKES_KEYS, command, flush_streams, open_missing_streams
 from oomph.cli.compare import run_compare, run_explain
@@ -147,6 +148,8 @@ def run(arguments: Sequence[str]) -> int:
         with suppress(OSError):
             sys.stderr.write(trace)
         _print_error(line)
+        if helps := what_helps(error):
+            _print_error(helps)
         return error.exit_status
     except OomphError as error:
         # A config has one line per problem; all other messages are one line.

@@ -60,6 +60,7 @@ _STUCK_S = 20.0  # a child that has not used the CPU for so long is started agai
 ALLOWABLE = ("subprocesses", "network")
 _inside = False  # this process is such a child
 _keeper = 0  # its parent
+_forbidden: tuple[str, ...] = ()  # of ALLOWABLE
 _restarted = ""  # the short cut that failed in the first one for its program
 _messages_to_parent: BinaryIO
 _sending = threading.Lock()
@@ -546,8 +547,9 @@ def _run_child(
 
 def _isolate(scratch: str, allow: Collection[str], channel: socket.socket) -> tuple[str, ...]:
     """Returns what the kernel cannot forbid, as sandbox.apply."""
-    global _inside, _keeper
+    global _inside, _keeper, _forbidden
     _inside, _keeper = True, os.getppid()
+    _forbidden = tuple(name for name in ALLOWABLE if name not in allow)
     _forget_imports_of_other_threads()
     os.setpgid(0, 0)  # Ctrl-C reaches the parent, which ends this group
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -735,6 +737,8 @@ def _sendable(raised: BaseException) -> Exception:
     if error is None:
         return RuntimeError("".join(traceback.format_exception(raised)))
     error.__cause__ = error.__context__ = None
+    if isinstance(error, ProgramError):
+        error.forbidden = _forbidden
     cls = type(error)
     own = next(base for base in cls.__mro__ if base.__module__.partition(".")[0] == "oomph")
     if cls is own or cls.__module__ in _modules_of_parent:
