@@ -80,7 +80,7 @@ ROWS = (
     ),
     # The environment.
     Row(
-        r"(?<![A-Z_])((?:LOCAL_|GROUP_)?(?:WORLD_SIZE|RANK)|MASTER_ADDR|MASTER_PORT)'?(?: expected, but not set)?$",
+        r"(?<![A-Z_])((?:LOCAL_|GROUP_)?(?:WORLD_SIZE|RANK)|MASTER_\w+)'?(?: expected, but not set)?$",
         "torchrun sets {0}: add --torchrun, or --ranks 8 for one of 8 ranks",
     ),
     Row(

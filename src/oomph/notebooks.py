@@ -46,7 +46,7 @@ def is_notebook(path: str) -> bool:
 
 def load(path: str) -> list[Cell]:
     """The code cells. Their lines are known to linecache from now on, for tracebacks and reports."""
-    cells = []
+    cells: list[Cell] = []
     for source in _sources(path):
         number = len(cells) + 1
         cell = Cell(f"{path} cell {number}", number, _as_python(source), source)

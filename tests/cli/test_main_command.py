@@ -14,8 +14,15 @@ from oomph.cli.common import progress_display, write_stdout
 from oomph.cli.main import run
 
 
-def test_no_arguments_print_the_help(capsys):
+def test_no_arguments_print_the_commands_that_come_first(capsys):
     assert run([]) == 0
+    out = capsys.readouterr().out
+    assert [name for name in ("predict", "fit", "run", "explain") if f"  oomph {name} " not in out] == []
+    assert "oomph verify" not in out
+
+
+def test_the_help_names_all_commands(capsys):
+    assert run(["--help"]) == 0
     out = capsys.readouterr().out
     assert "Usage: oomph" in out
     assert "predict" in out

@@ -201,3 +201,23 @@ def test_a_small_step_fits_a_large_gpu(program, capfd):
     assert made["peak"]["allocated"] >= 2048 * 4096 * 4
     assert made["lines"][0]["file"].endswith("train.py")
     assert "a program may print" in err
+
+
+@pytest.mark.parametrize("command", ["predict", "diagnose", "fit"])
+def test_quiet_prints_the_verdict_alone(program, capfd, command):
+    program(
+        """
+import torch
+print("from the program")
+model = torch.nn.Linear(1024, 1024).cuda()
+optimizer = torch.optim.Adam(model.parameters())
+for _ in range(9):
+    model(torch.randn(64, 1024, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+    )
+    assert run([command, "train.py", "--gpu", "rtx3090", "--quiet"]) == 0
+    out, err = capfd.readouterr()
+    assert out.startswith("fits ")
+    assert len(out.splitlines()) == (2 if command == "diagnose" else 1)
+    assert err == ""

@@ -32,7 +32,7 @@ HUB = "OSError: We couldn't connect to 'https://huggingface.co' to load the file
         ("OSError: You are trying to access a gated repo.\n403 Client Error", "", "hf auth login"),
         (
             "RuntimeError: git failed",
-            "Refused: a predicted program cannot start other",
+            "Refused: a predicted program cannot start other programs",
             "--allow-subprocesses",
         ),
         ("PermissionError: [Errno 13] unable to open file: 'data.h5'", "", "h5py"),

@@ -123,6 +123,25 @@ def _redirect_descriptor() -> int | None:
 
 
 @contextmanager
+def _nothing_shown() -> Iterator[None]:
+    """Also of processes that are started meanwhile."""
+    streams, saved = (sys.stdout, sys.stderr), [os.dup(1), os.dup(2)]
+    for stream in streams:
+        stream.flush()
+    try:
+        with open(os.devnull, "w") as nothing:
+            sys.stdout = sys.stderr = nothing
+            os.dup2(nothing.fileno(), 1)
+            os.dup2(nothing.fileno(), 2)
+            yield
+    finally:
+        sys.stdout, sys.stderr = streams
+        for copy, descriptor in zip(saved, (1, 2), strict=True):
+            os.dup2(copy, descriptor)
+            os.close(copy)
+
+
+@contextmanager
 def _in_thread(draw: Callable[[threading.Event], None]) -> Iterator[None]:
     """Run `draw` in a thread, until the event that it is given is set."""
     ended = threading.Event()
@@ -205,14 +224,22 @@ def progress_display(console: Console, delay: float = PROGRESS_DELAY_S) -> Itera
 
 
 @contextmanager
-def program_output() -> Iterator[Progress]:
-    """What the program prints goes to stderr, and so does progress, whose bar wraps that output."""
+def program_output(quiet: bool = False) -> Iterator[Progress]:
+    """What the program prints goes to stderr, and so does progress, whose bar wraps that output.
+    `quiet`: neither is shown."""
+    if quiet:
+        with _nothing_shown():
+            yield lambda text, fraction: None
+        return
     with stdout_to_stderr(), progress_display(Console(stderr=True)) as report:
         yield report
 
 
-def load_torch() -> None:
+def load_torch(quiet: bool = False) -> None:
     """Import torch, which takes seconds, with a progress bar. Look for mistakes of the user before."""
+    if quiet:
+        import_module("oomph.prediction")
+        return
     with progress_display(Console(stderr=True)) as report:
         report("loading torch", None)
         import_module("oomph.prediction")
@@ -273,6 +300,9 @@ Steps = Annotated[
     int | None, typer.Option(metavar="N", help="Optimizer steps of a script to trace; default: 3.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of the report.")]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", help="Print only the verdict, and nothing that the program prints.")
+]
 Html = Annotated[str | None, typer.Option(metavar="FILE", help="Also write the report as one HTML file.")]
 _FIX = typer.Option(
     metavar="FIX", help="Apply this fix; repeatable. name, name:option=value, or a .json file."

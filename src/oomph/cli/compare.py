@@ -1,4 +1,4 @@
-"""`oomph compare` and `oomph explain`: reports of files that predictions and runs have written."""
+"""`oomph compare`: two files that predictions and runs have written."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from oomph import units
 from oomph.cli.common import Html, Json, check_output_file, write_json, write_page, write_stdout
 from oomph.errors import ExitStatus, UserError
 from oomph.records import Prediction
-from oomph.report.as_json import prediction_from_json, prediction_to_json
+from oomph.report.as_json import prediction_from_json
 from oomph.report.comparison import comparison_text, comparison_to_json
 from oomph.report.recording import is_pickle, read_snapshot
-from oomph.report.terminal import printable, report_console, report_text
+from oomph.report.terminal import printable, report_console
 
 _MOST_BYTES = 2**30  # of a file
 
@@ -59,32 +59,12 @@ def _growth_allowed(text: str, size: int) -> int:
     return int(share * size)
 
 
-def run_explain(
-    file: Annotated[
-        str,
-        typer.Argument(
-            metavar="SNAPSHOT",
-            help="A file of torch.cuda.memory._dump_snapshot, or the output of `oomph predict --json`.",
-        ),
-    ],
-    as_json: Json = False,
-    html: Html = None,
-) -> int:
-    """Explain a memory snapshot of a real run: what was alive at the peak, and which lines made it."""
-    check_output_file("--html", html, "report.html")
-    prediction = read_prediction(file)
-    if as_json:
-        write_json(prediction_to_json(prediction))
-    else:
-        write_stdout(report_text(prediction, report_console()))
-    if html is not None:
-        write_page(html, file, [("recorded" if prediction.recorded else "predicted", prediction)])
-    return ExitStatus.FITS
-
-
 def read_prediction(file: str) -> Prediction:
     """The file of `oomph predict --json`, or a memory snapshot of PyTorch."""
-    data = _read(file)
+    return prediction_of(read_file(file), file)
+
+
+def prediction_of(data: bytes, file: str) -> Prediction:
     if is_pickle(data):
         return read_snapshot(data, file)
     try:
@@ -98,7 +78,7 @@ def read_prediction(file: str) -> Prediction:
         ) from error
 
 
-def _read(file: str) -> bytes:
+def read_file(file: str) -> bytes:
     path = Path(file)
     try:
         if path.stat().st_size > _MOST_BYTES:

@@ -14,6 +14,7 @@ from oomph.cli.common import (
     Allow,
     Html,
     Json,
+    Quiet,
     check_output_file,
     load_torch,
     program_output,
@@ -33,7 +34,7 @@ from oomph.cli.targets import (
 )
 from oomph.errors import ExitStatus, UserError
 from oomph.records import Plan, Prediction, Progress
-from oomph.report.fixes import fix_word, plan_text, ranks_text
+from oomph.report.fixes import fix_word, plan_text, plan_verdict, ranks_text
 from oomph.report.terminal import report_console
 
 LARGEST = ("batch", "sequence")
@@ -63,6 +64,7 @@ class FitOptions(StepOptions):
         bool, typer.Option("--ranks", help="Also find how many of these GPUs FSDP2 needs, without fixes.")
     ] = False
     json: Json = False
+    quiet: Quiet = False
     html: Html = None
 
 
@@ -71,7 +73,7 @@ def run_fit(given: FitOptions) -> ExitStatus:
     options = find_target(given, "fit")
     kinds = fix_kinds(options.allow)
     _check(options)
-    load_torch()
+    load_torch(options.quiet)
     from oomph.planning import fit, ranks_needed, write_plan
     from oomph.planning.plan import plan_to_json
     from oomph.prediction.isolation import run_isolated
@@ -97,7 +99,7 @@ def run_fit(given: FitOptions) -> ExitStatus:
             return ranks_needed(workload, str(options.gpu or options.budget), options.max, progress)
 
     trials: Any = ()
-    with program_output() as report:
+    with program_output(options.quiet) as report:
         if options.is_script:
             plan = search(options.script(options.steps), max=options.max, progress=report)
         else:
@@ -122,6 +124,8 @@ def run_fit(given: FitOptions) -> ExitStatus:
         if cards:
             found["gpus"] = [{"gpu": name, "before": before, "after": after} for name, before, after in cards]
         write_json(found)
+    elif options.quiet:
+        write_stdout("\n".join([plan_verdict(plan), *(f"  {fix_word(use)}" for use in plan.fixes)]) + "\n")
     else:
         write_stdout(plan_text(plan, report_console(), options.typed, options.plan, cards))
         write_stdout(ranks_text(trials, plan.gpu_title))
@@ -133,7 +137,12 @@ def _predictions(options: FitOptions, plan: Plan) -> list[tuple[str, Prediction]
     limit = f"{plan.limit}B" if options.gpu and options.budget else options.max
     given = {field.name: getattr(options, field.name) for field in fields(TargetOptions)}
     asked = PredictOptions(
-        **given, gpu=options.gpu or options.budget, max=limit, steps=options.steps, sizes=options.sizes
+        **given,
+        gpu=options.gpu or options.budget,
+        max=limit,
+        steps=options.steps,
+        sizes=options.sizes,
+        quiet=options.quiet,
     )
     runs = [("as it is", predict_target(asked, silent=True, search=False))]
     if plan.fixes:

@@ -18,8 +18,9 @@ import typer
 
 from oomph.advice import what_helps
 from oomph.cli import extensions
-from oomph.cli.common import TAKES_KEYS, command, flush_streams, open_missing_streams
-from oomph.cli.compare import run_compare, run_explain
+from oomph.cli.common import TAKES_KEYS, command, flush_streams, open_missing_streams, write_stdout
+from oomph.cli.compare import run_compare
+from oomph.cli.explain import ExplainOptions, run_explain
 from oomph.cli.fit import FitOptions, run_fit
 from oomph.cli.fixes import FixesOptions, run_fixes, run_verify
 from oomph.cli.gpus import run_gpus
@@ -45,6 +46,19 @@ _STATUSES = (
     "Exit status: 0 fits, 1 does not fit or too close to call, 2 invalid input, 3 the traced program failed, "
     "70 a bug in oomph, 130 interrupted."
 )
+
+
+_FIRST_COMMANDS = """\
+oomph: does a PyTorch program fit a GPU? Predicted on this machine, without one.
+
+  oomph predict train.py --gpu rtx3090 -- --its --flags     does it fit, and which lines take the memory?
+  oomph fit train.py --gpu rtx3090 --plan plan.json         the cheapest fixes with which it fits
+  oomph run --plan plan.json train.py --its --flags         run it with them on the GPU, unedited
+  oomph explain oom.txt                                     an out-of-memory error, in plain words
+
+train.py: also a notebook (exp.ipynb), a module (-m package.train) or a model's name (Qwen/Qwen3-8B).
+`oomph --help` lists all commands, `oomph gpus` the cards; `oomph predict --help` has the options.
+"""
 
 
 class _Commands(typer.core.TyperGroup):
@@ -101,7 +115,7 @@ app.command("fixes", cls=TargetCommand)(command(run_fixes, FixesOptions))
 app.command("fit", cls=TargetCommand, epilog=_STATUSES)(command(run_fit, FitOptions))
 app.command("measure", cls=TargetCommand)(command(run_measure, MeasureOptions))
 app.command("compare")(run_compare)
-app.command("explain")(run_explain)
+app.command("explain", cls=TargetCommand)(command(run_explain, ExplainOptions))
 app.command("run", context_settings={"allow_interspersed_args": False, **TAKES_KEYS})(run_script)
 app.command("verify")(run_verify)
 app.command("gpus")(run_gpus)
@@ -126,9 +140,12 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command; errors are printed to stderr. Returns the exit status."""
     try:
         with _warnings_on_stderr():
+            if not arguments:
+                write_stdout(_FIRST_COMMANDS)
+                return ExitStatus.FITS
             # Not `app()`, which handles Ctrl-C, closed pipes and the end of the input in its own way.
             command = _command()
-            with command.make_context("oomph", list(arguments) or ["--help"]) as context:
+            with command.make_context("oomph", list(arguments)) as context:
                 return int(command.invoke(context) or 0)
     except typer.Exit as end:
         return end.exit_code

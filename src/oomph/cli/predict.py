@@ -18,6 +18,7 @@ from oomph.cli.common import (
     Html,
     Json,
     PlanFile,
+    Quiet,
     check_output_file,
     fix_words,
     load_torch,
@@ -38,9 +39,9 @@ from oomph.cli.targets import (
 from oomph.errors import ExitStatus, ProgramError, UserError
 from oomph.records import Diagnosis, FixUse, Note, Plan, Prediction, Progress
 from oomph.report.as_json import prediction_to_json
-from oomph.report.diagnosis import diagnosis_text, diagnosis_to_json
+from oomph.report.diagnosis import cause_text, diagnosis_text, diagnosis_to_json
 from oomph.report.stages import stage_table, stage_table_text, stage_table_to_json
-from oomph.report.terminal import is_size, report_console, report_text
+from oomph.report.terminal import is_size, report_console, report_text, verdict_text
 
 if TYPE_CHECKING:
     from oomph.prediction import Script
@@ -59,6 +60,7 @@ BatchSizes = Annotated[
 @dataclass(frozen=True, slots=True)
 class DiagnoseOptions(StepOptions):
     json: Json = False
+    quiet: Quiet = False
     html: Html = None
     fix: FixWords = ()
     sizes: BatchSizes = None
@@ -134,6 +136,8 @@ def run_predict(given: PredictOptions) -> ExitStatus:
         if stages is None:
             raise UserError(f"--stages: the model of {options.target} is not a stack of layers")
         write_stdout(table.lstrip("\n"))
+    elif options.quiet:
+        write_stdout(verdict_text(prediction))
     else:
         write_stdout(report_text(prediction, report_console()) + table + next_step(options, prediction))
     if options.html is not None:
@@ -157,7 +161,7 @@ def run_diagnose(given: DiagnoseOptions) -> ExitStatus:
     found = find_target(given, "diagnose")
     options = PredictOptions(**{field.name: getattr(found, field.name) for field in fields(found)})
     check_options(options)
-    load_torch()
+    load_torch(options.quiet)
     from oomph.diagnosis.api import diagnose_with
     from oomph.planning.programs import with_applicable_fixes
 
@@ -167,6 +171,8 @@ def run_diagnose(given: DiagnoseOptions) -> ExitStatus:
     diagnosis = _with_applicable_fixes(diagnosis, options)
     if options.json:
         write_json(diagnosis_to_json(diagnosis))
+    elif options.quiet:
+        write_stdout(verdict_text(diagnosis.prediction) + cause_text(diagnosis))
     else:
         text = diagnosis_text(diagnosis, report_console())
         write_stdout(text + next_step(options, diagnosis.prediction))
@@ -197,7 +203,8 @@ def _with_applicable_fixes(diagnosis: Diagnosis, options: PredictOptions) -> Dia
     # The target runs again; a script only if its model is gone, until it makes its optimizer. What
     # --allow-subprocesses and --allow-network allow is refused then, so that it has no effect twice.
     notes = diagnosis.notes
-    with progress_display(Console(stderr=True)) as report:
+    shown = program_output(quiet=True) if options.quiet else progress_display(Console(stderr=True))
+    with shown as report:
         report("looking for the fixes that apply", None)
         try:
             if diagnosis.prediction.fixes is not None:
@@ -261,7 +268,7 @@ def predict_target(
 ) -> Prediction:
     """`sizes`: of the Workload, instead of its own. `silent`: without what the program prints. `on_end`: of a
     Script. `search`: with what cuDNN's search for algorithms takes."""
-    load_torch()
+    load_torch(options.quiet)
     from oomph.prediction import predict as predict_program
     from oomph.prediction.retry import predict_isolated, run_silently
 
@@ -285,7 +292,7 @@ def predict_target(
             return predict(target, max=allocator_limit(options, options.max))
 
     # The program's own output goes to stderr; the progress bar comes second, so that it wraps that output.
-    with program_output() as report:
+    with program_output(options.quiet) as report:
         return predict_isolated(partial(run_silently, run) if silent else run, report, options.allow)
 
 

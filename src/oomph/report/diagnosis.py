@@ -41,6 +41,15 @@ def diagnosis_to_json(diagnosis: Diagnosis) -> dict[str, Any]:
     return found
 
 
+def cause_text(diagnosis: Diagnosis) -> str:
+    """The cause and its first line of code, on one line."""
+    if not diagnosis.findings:
+        return ""
+    cause = diagnosis.findings[0]
+    at = f", at {file_and_line(cause.sites[0])}" if cause.sites else ""
+    return f"cause: {cause.pattern}, {_size(cause, diagnosis.prediction.peak)}{at}\n"
+
+
 def diagnosis_text(diagnosis: Diagnosis, console: Console) -> str:
     """The verdict, the cause with its lines, and a row for each further finding."""
     peak = diagnosis.prediction.peak

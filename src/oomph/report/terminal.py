@@ -257,6 +257,12 @@ def _out_of_memory(prediction: Prediction) -> str:
 # ------------------------------------------------------------------------------------------- report
 
 
+def verdict_text(prediction: Prediction) -> str:
+    """The verdict alone, in one or two lines."""
+    found = verdict(prediction)
+    return "".join(f"{line}\n" for line in (found.line, found.out_of_memory) if line)
+
+
 def report_console(file: IO[str] | None = None) -> Console:
     """The console a report goes to: as wide as the terminal up to a readable width, or plain."""
     console = Console(file=file, highlight=False, markup=False, emoji=False)
