@@ -62,7 +62,8 @@ def test_magics_that_matter_are_followed(predicted):
         "!mkdir -p data\n%cd data\n%env SIZE=256",
         "%%writefile helper.py\nsize = 256\ndef check(x): assert x == 256",
         "%run helper.py\nimport os, helper\nhelper.check(int(os.environ['SIZE']))\ncheck(size)",
-        "%%capture out\nimport asyncio\nawait asyncio.sleep(0)\nfrom IPython.display import HTML",
+        "%%capture out\nimport asyncio\nawait asyncio.sleep(0)\nfrom IPython.display import HTML\n"
+        "import inspect\ninspect.getmodule(inspect.currentframe())",
         "assert out.stdout == ''\nfrom tqdm.notebook import trange\nlist(trange(1))\nnumber = 3\nnumber",
         "assert _ == Out[5] == 3\nfiles = !ls {number}\n%time import math\nmath?",
         "%%time" + MODEL + "get_ipython().run_line_magic('env', 'A=1')",

@@ -120,10 +120,10 @@ def _explain_error(text: str, file: str, words: Sequence[str], given: ExplainOpt
             section(console, f"The prediction of {' '.join(words) or given.module}", [])
             print_verdict(prediction, console)
             section(console, "The request in it", _request_lines(groups, error))
-        if lines := _next(error, file, options, cards):
+        if commands := _next(error, file, options, cards):
             section(console, "Next", [])
-            for line in lines:  # whole, to be copied
-                console.print(Text(f"  {line}"), soft_wrap=True)
+            for command in commands:  # whole, to be copied
+                console.print(Text(f"  {command}"), soft_wrap=True)
     write_stdout(strip_lines(capture.get()))
     if given.html is not None and prediction is not None:
         write_page(given.html, " ".join(words), [("as it is", prediction)])

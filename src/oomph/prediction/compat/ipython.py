@@ -15,7 +15,7 @@ from typing import Any
 def stand_in() -> None:
     if importlib.util.find_spec("IPython") is None:
         # Any name of IPython.display: display, HTML, Image, clear_output, ...
-        display = _module("IPython.display", __getattr__=lambda name: _Shown)
+        display = _module("IPython.display", __getattr__=_shown)
         _module("IPython", __path__=[], display=display, get_ipython=lambda: None, version_info=(9, 0, 0, ""))
     has_bars = importlib.util.find_spec("tqdm") is not None
     if has_bars and importlib.util.find_spec("ipywidgets") is None:
@@ -31,6 +31,12 @@ def _module(name: str, **names: Any) -> ModuleType:
     return found
 
 
+def _shown(name: str) -> type[_Shown]:
+    if name.startswith("__"):  # __file__, by which inspect would know it
+        raise AttributeError(name)
+    return _Shown
+
+
 class _Shown:
     """Any class or function of IPython.display: what it is given is not shown."""
 
@@ -38,6 +44,4 @@ class _Shown:
         pass
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Shown
+        return _shown(name)
