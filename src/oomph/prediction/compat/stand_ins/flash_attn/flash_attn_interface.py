@@ -13,7 +13,7 @@ from torch import Tensor
 
 from oomph.prediction.allocator import round_up
 from oomph.prediction.compat import stand_ins
-from oomph.prediction.cuda.attention import flash_head, flash_splits
+from oomph.prediction.ops.attention import flash_head, flash_splits
 
 
 @dataclass
