@@ -207,6 +207,9 @@ def test_process_groups_of_a_script_have_the_backends_that_it_names(tmp_path):
     assert found.ranks == 4
     # What SyncBatchNorm keeps of the 8 channels and sends: mean, 1/std and a count.
     assert any(each.shape == (1, 4 * (2 * 8 + 1)) for each in found.allocations)
+    beside = found.peak.device - found.peak.reserved  # the context and NCCL's buffers
+    ends = found.interval and (found.interval.low, found.interval.high)
+    assert [end.device - end.reserved for end in ends or ()] == [beside] * len(ends or ())
 
 
 def test_an_op_that_only_cuda_has_is_not_the_error_of_the_program():

@@ -6,7 +6,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -54,12 +54,13 @@ from oomph.workload import Workload, allocator_of_environment, ignored_allocator
 DEFAULT_GPU = "h200"  # whose CUDA paths are assumed when no GPU is named: the one oomph is measured against
 _CONDITIONS_SHOWN = 5
 _SAME_PEAK = 1.1  # times the least peak of a step, where steps are alike
-_SAME_SIZES = 1.01  # likewise, where also their sizes are
+_SAME_SIZES = 1.01  # the same, where the shapes of their batches are equal, too
 _STEPS_APART = 2
 _TRACED_AS_EAGER = "torch.compile is traced as eager"
 # Of a communicator of NCCL, estimated and not measured: 16 channels with two connections, each with a
 # buffer of 4 MiB (NCCL_BUFFSIZE) and about 1 MiB for other protocols.
 _NCCL_COMMUNICATOR = 16 * 2 * 5 * MiB
+_P = TypeVar("_P", Peak, StepPeak)
 
 
 @without_collection()
@@ -162,11 +163,21 @@ def _of_ranks(found: Prediction, ranks: int, nccl: int) -> Prediction:
         f"a rank sends {format_bytes(found.work.sent)} in a step (ring algorithms); its time assumes "
         f"nominal links and {gpus.NODE} GPUs in a node",
     ]
-    peak = replace(found.peak, device=found.peak.device + nccl)
-    needed = found.without_search and replace(found.needed, device=found.needed.device + nccl)
-    steps = tuple(replace(step, device=step.device + nccl) for step in found.steps)
-    noted = (*map(Note, notes), *found.notes)
-    return replace(found, ranks=ranks, nccl=nccl, peak=peak, without_search=needed, steps=steps, notes=noted)
+
+    def beside(peak: _P) -> _P:
+        return replace(peak, device=peak.device + nccl)
+
+    interval = found.interval
+    return replace(
+        found,
+        ranks=ranks,
+        nccl=nccl,
+        peak=beside(found.peak),
+        without_search=found.without_search and beside(found.without_search),
+        interval=interval and replace(interval, low=beside(interval.low), high=beside(interval.high)),
+        steps=tuple(map(beside, found.steps)),
+        notes=(*map(Note, notes), *found.notes),
+    )
 
 
 def settings_of(tracer: Tracer) -> tuple[AllocatorSettings, list[Note]]:
