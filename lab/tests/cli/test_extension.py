@@ -35,6 +35,15 @@ def test_as_a_module_it_has_all_commands():
     assert "longctx" in done.stdout
 
 
+def test_a_module_that_is_missing_is_one_line():
+    code = "import runpy, sys\nsys.modules['yaml'] = None\nrunpy.run_module('oomph_lab', run_name='__main__')"
+    path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", code, "train", "pythia_tiny"]
+    done = subprocess.run(command, env=path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "oomph: the module 'yaml', which this command needs, is not installed\n"
+
+
 @pytest.mark.parametrize("command", ["train pythia_tiny", "systems", "predict x.yaml", "verify x.yml fsdp2"])
 def test_without_the_lab_it_is_one_line(command):
     code = (

@@ -178,6 +178,9 @@ def run(arguments: Sequence[str]) -> int:
         if refused := environment_error(error):
             _print_error(_one_line(str(refused)))
             return refused.exit_status
+        if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("oomph"):
+            _print_error(f"the module {error.name!r}, which this command needs, is not installed")
+            return ExitStatus.USER_ERROR
         traceback.print_exc()
         _print_error("this is a bug in oomph, not in your program")
         return ExitStatus.BUG
