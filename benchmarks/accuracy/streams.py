@@ -1,13 +1,14 @@
 """Are two revisions' predictions the same, event by event?
 
 python -m benchmarks.accuracy.streams record F [--kind KIND ...] [--jobs N] [NAME ...]
-python -m benchmarks.accuracy.streams compare OLD NEW
+python -m benchmarks.accuracy.streams compare OLD NEW [--csv F]
 
 A change that only moves code must leave every allocation and free where it was. `record` predicts the
 accuracy Workloads, the training scripts, the compiled steps and the ranks, and with `--programs FOLDER`
-programs that you have downloaded (scripts.py), each in a fresh process. A row holds the number of events and
-a digest of them: action, bytes, op and stream of each, in order. `compare` lists the rows that differ, and
-fails where there are any. Both must have run with the same packages.
+programs that you have downloaded (scripts.py), each in a fresh process. A row holds the revision, the number
+of events and a digest of them: action, bytes, op and stream of each, in order. `compare` lists the rows that
+differ, and fails where there are any; `--csv` writes all of them, as results/streams.csv. Both must have run
+with the same packages.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rows import in_process, send, stored, write
+from benchmarks.rows import in_process, revision, send, stored, write
 
 KINDS = ("workloads", "scripts", "ranks", "compiled")
 _SECONDS = 600  # that one process may take
@@ -74,11 +75,15 @@ def _target(kind: str, name: str, programs: str) -> Any:
 
 
 def digest(prediction: Any) -> tuple[int, str]:
-    """The number of events, and a digest of what each asks of the allocator."""
+    """The number of events, and a digest of what each asks of the allocator.
+
+    Which of several equal blocks is freed first is left out: autocast and libraries keep tensors in sets that
+    are ordered by addresses, so that one revision differs from itself.
+    """
     found = hashlib.sha256()
     for action, id, label in prediction.events:
         one = None if action == "mark" or id < 0 else prediction.allocations[id]
-        asked = (label,) if one is None else (id, one.bytes, one.op, one.stream)
+        asked = (label,) if one is None else (one.bytes, one.op, one.stream)
         found.update(repr((action, *asked)).encode())
     return len(prediction.events), found.hexdigest()[:24]
 
@@ -111,7 +116,7 @@ def _row(kind: str, name: str, given: argparse.Namespace) -> dict[str, Any]:
             )
         except RuntimeError as error:
             found = {"error": str(error)[:200]}
-    return {"kind": kind, "name": name, **found}
+    return {"kind": kind, "name": name, **revision(), **found}
 
 
 def record(given: argparse.Namespace) -> int:
@@ -131,10 +136,11 @@ def record(given: argparse.Namespace) -> int:
     return 0
 
 
-_COLUMNS = "kind name torch events digest allocated reserved seconds error".split()
+_COLUMNS = "kind name commit date torch events digest allocated reserved seconds error".split()
+_COMPARED = "kind name before after date torch events allocated reserved same".split()
 
 
-def compare(old: Path, new: Path) -> int:
+def compare(old: Path, new: Path, file: Path | None) -> int:
     before, after = ({(row["kind"], row["name"]): row for row in stored(path)} for path in (old, new))
     common = [case for case in before if case in after]
     differ = [case for case in common if before[case]["digest"] != after[case]["digest"]]
@@ -146,6 +152,14 @@ def compare(old: Path, new: Path) -> int:
         failed = sum(bool(after[case]["error"]) for case in cases)
         same = len(cases) - sum(case in differ for case in cases)
         print(f"{kind}: {same} of {len(cases)} the same, {failed} of them failed in both")
+    if file is not None:
+        rows = [
+            {**after[case], "before": before[case]["commit"], "after": after[case]["commit"]}
+            | {"same": "no" if case in differ else "yes"}
+            for case in common
+            if not before[case]["error"]
+        ]
+        write(file, rows, _COMPARED)
     return 1 if differ else 0
 
 
@@ -163,6 +177,7 @@ def main() -> int:
     compared = commands.add_parser("compare")
     compared.add_argument("old", type=Path)
     compared.add_argument("new", type=Path)
+    compared.add_argument("--csv", type=Path)
     single = commands.add_parser("one")
     for name in ("kind", "name"):
         single.add_argument(name)
@@ -170,7 +185,7 @@ def main() -> int:
         single.add_argument(name)
     given = parser.parse_args()
     if given.command == "compare":
-        return compare(given.old, given.new)
+        return compare(given.old, given.new, given.csv)
     if given.command == "one":
         sys.path[:0] = [os.getcwd()]
         os.chdir(given.folder)
