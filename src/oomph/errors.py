@@ -100,6 +100,7 @@ class ProgramError(OomphError):
     assumed: tuple[str, ...] = ()  # conditions on unknown values that the program branched on before
     last_condition: tuple[str, int, int, bool] | None = None  # file, line, count and answer of the last
     forbidden: tuple[str, ...] = ()  # what it may not do in a prediction, as "network"
+    lacked: frozenset[str] = frozenset()  # packages, for which there are stand-ins
     share: tuple[str, int, Fraction] | None = None  # of a mask that a line selects: it would not have failed
 
     def __init__(

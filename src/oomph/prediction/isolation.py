@@ -132,6 +132,10 @@ def _run_isolated(
         kind, value = _run_in_child(functools.partial(_again, function, value), progress, allow, until)
     if kind == "no fork":
         return _run_here(function, progress, allow)
+    if isinstance(value, ProgramError) and value.lacked:
+        registry.provide(value.lacked)
+        shown = again(progress, f"with a stand-in for {' and '.join(sorted(value.lacked))}")
+        return _run_isolated(function, shown, allow, until)
     if isinstance(value, BaseException):
         raise value
     return value  # type: ignore[return-value]
@@ -736,9 +740,9 @@ def _sendable(raised: BaseException) -> Exception:
     error = _full_disk(raised) or blame(raised)
     if error is None:
         return RuntimeError("".join(traceback.format_exception(raised)))
-    error.__cause__ = error.__context__ = None
     if isinstance(error, ProgramError):
-        error.forbidden = _forbidden
+        error.forbidden, error.lacked = _forbidden, registry.lacked(raised)
+    error.__cause__ = error.__context__ = None
     cls = type(error)
     own = next(base for base in cls.__mro__ if base.__module__.partition(".")[0] == "oomph")
     if cls is own or cls.__module__ in _modules_of_parent:

@@ -31,6 +31,9 @@ class Library:
     result_rows: Mapping[str, Callable[[int], int]] = field(default_factory=dict)  # typical, of so many
     unread_results: tuple[str, ...] = ()  # classes, of what a model returns and no training loop reads
     next_evaluation: Callable[[], int | None] | None = None  # the step after which its loop evaluates first
+    # Packages without which the program failed, in its process; and in the caller's, before it runs again.
+    lacked: Callable[[BaseException | None], Collection[str]] | None = None
+    provide: Callable[[Collection[str]], None] | None = None
 
 
 def class_names(value: Any) -> set[str]:

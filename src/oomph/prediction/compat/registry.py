@@ -117,3 +117,17 @@ def next_evaluation() -> int | None:
     """The step after which the loop that runs now evaluates for the first time; None where none will."""
     asked = (each.next_evaluation() for each in LIBRARIES if each.next_evaluation is not None)
     return next((step for step in asked if step is not None), None)
+
+
+def lacked(error: BaseException) -> frozenset[str]:
+    """What the program failed without, for which there is a stand-in."""
+    return frozenset(
+        name for library in LIBRARIES if library.lacked is not None for name in library.lacked(error)
+    )
+
+
+def provide(packages: Collection[str]) -> None:
+    """For programs that run from here on."""
+    for library in LIBRARIES:
+        if library.provide is not None:
+            library.provide(packages)

@@ -2,8 +2,8 @@
 
 Each folder here is such a package, with the functions and modules that training code calls. Its ops compute
 nothing: they allocate, in order, what the source that they name allocates, and save for backward what that
-saves. A program that is predicted finds them where the real package is not installed; no other program does.
-The environment variable OOMPH_STAND_INS names those to use ("0": none).
+saves. A program that fails because a package is missing runs again with its stand-in; one that does without
+keeps doing so. The environment variable OOMPH_STAND_INS names those to use from the start ("0": none).
 """
 
 from __future__ import annotations
@@ -33,6 +33,11 @@ _FOLDER = str(Path(__file__).parent)
 VERSIONS = {"flash_attn": "2.8.3", "xformers": "0.0.35", "mamba_ssm": "2.2.6", "causal_conv1d": "1.5.4"}
 
 
+_WITH = {"mamba_ssm": {"causal_conv1d"}}  # which its users install as well
+_asked: set[str] = set()  # for packages that are missing, by the program of this process
+_needed: set[str] = set()  # without these a program failed
+
+
 class _Distribution(importlib.metadata.Distribution):
     def __init__(self, package: str) -> None:
         name = package.replace("_", "-")
@@ -50,7 +55,10 @@ class _Finder(MetaPathFinder):
     """The last to be asked: what is installed comes first."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        return PathFinder.find_spec(name, [_FOLDER]) if name in _used() else None
+        if name in _used():
+            return PathFinder.find_spec(name, [_FOLDER])
+        _asked.update(VERSIONS.keys() & {name})
+        return None
 
     def find_distributions(self, context: Any = None) -> Iterator[_Distribution]:
         """Also asked where the package is installed, after that."""
@@ -61,7 +69,23 @@ class _Finder(MetaPathFinder):
 
 
 def _used() -> Collection[str]:
-    return VERSIONS.keys() & set(os.environ.get("OOMPH_STAND_INS", ",".join(VERSIONS)).split(","))
+    given = os.environ.get("OOMPH_STAND_INS")
+    return _needed if given is None else VERSIONS.keys() & set(given.split(","))
+
+
+def _lacked(error: BaseException | None) -> set[str]:
+    """Packages that the program asked for in vain, and without which it failed, as the error says."""
+    found: set[str] = set()
+    while error is not None and "OOMPH_STAND_INS" not in os.environ:
+        if isinstance(error, ImportError):
+            words = f"{error.name} {error}".lower().replace("-", "_")
+            found |= {name for name in _asked if name in words}
+        error = error.__cause__ or error.__context__
+    return found.union(*(_WITH.get(name, ()) for name in found)) - _needed
+
+
+def _provide(packages: Collection[str]) -> None:
+    _needed.update(packages)
 
 
 def is_stand_in(package: str) -> bool:
@@ -94,14 +118,16 @@ def _ask_again() -> None:
     known = sys.modules.get("transformers.utils.import_utils")
     if known is None:
         return
+    names = known.PACKAGE_DISTRIBUTION_MAPPING
     for package in VERSIONS:
-        names = known.PACKAGE_DISTRIBUTION_MAPPING
-        names.pop(package, None)
-        if importlib.util.find_spec(package) is not None:
-            names[package] = importlib.metadata.packages_distributions().get(package, [])
+        if is_stand_in(package):
+            names[package] = [package.replace("_", "-")]
+        elif importlib.util.find_spec(package) is None:
+            names.pop(package, None)
     for value in vars(known).values():
         if callable(forget := getattr(value, "cache_clear", None)):
             forget()
+    _asked.clear()
 
 
 # ------------------------------------------------------------------------------------- what the packages call
@@ -154,4 +180,11 @@ def _in_process(allow: Collection[str]) -> None:
     make_importable()
 
 
-LIBRARY = Library("packages that need a GPU", None, in_trace=_in_trace, in_process=_in_process)
+LIBRARY = Library(
+    "packages that need a GPU",
+    None,
+    in_trace=_in_trace,
+    in_process=_in_process,
+    lacked=_lacked,
+    provide=_provide,
+)
