@@ -104,7 +104,7 @@ ROWS = (
     Row(r"No module named '(google\.colab)", "{0} is on Colab alone: remove what needs it"),
     Row(
         r"ModuleNotFoundError: No module named '([\w.]+)'",
-        f"oomph runs the program in the environment {sys.prefix}: install {{0}} there, or add its folder to "
+        f"the program runs in the environment {sys.prefix}: install {{0}} there, or add its folder to "
         "PYTHONPATH",
     ),
     Row(r"EOFError", "what the program asks on standard input has no answer here: give it as an argument"),
