@@ -14,7 +14,7 @@ def requests_of_size(
     prediction: Prediction, requested: int | None, lines: Sequence[tuple[str, int]], phase: str
 ) -> list[Allocation]:
     """One of each line, shape and op: those of `lines` (files and lines, innermost first) come first, then
-    those of the phase, as "the loss" or "backward", then the last ones.
+    those of the phase, as "the loss" or "backward", then that which fails in the prediction, then the last.
 
     Messages round to two decimals, and name the size of the segment that the allocator asks CUDA for.
     """
@@ -24,11 +24,14 @@ def requests_of_size(
     places = [(PurePath(file).name, line) for file, line in lines]
     during = next(iter(phase.removeprefix("the ").replace(",", "").split()), "")
 
-    def order(one: Allocation) -> tuple[int, bool]:
+    refused = prediction.refused
+
+    def order(one: Allocation) -> tuple[int, bool, bool]:
         sites = (one.site, one.site and one.site.caller)
         found = [(PurePath(site.file).name, site.line) for site in sites if site]
         nearest = min((places.index(each) for each in found if each in places), default=len(places))
-        return nearest, during not in (one.during or one.stage)
+        fails = refused is not None and (refused.site, refused.op) == (one.site, one.op)
+        return nearest, during not in (one.during or one.stage), not fails
 
     found = [one for one in reversed(prediction.allocations) if abs(_asked(one) - requested) <= half]
     kinds = {(one.site, one.shape, one.dtype, one.op): one for one in sorted(found, key=order, reverse=True)}
