@@ -364,3 +364,11 @@ def test_sizes_of_a_config_are_known_of_a_model_that_is_gone():
         model(torch.randn(4, 8, device="cuda")).sum().backward()
 
     assert oomph.predict(program).dimensions == (("d", 8), ("H", 2))
+
+
+def test_what_is_decorated_and_never_called_is_not_compiled():
+    def train():
+        torch.compile(lambda x: x.sin())  # as libraries do when they are imported
+        torch.nn.Linear(8, 8, device="cuda")(torch.ones(8, 8, device="cuda")).sum().backward()
+
+    assert oomph.predict(train).compile_seconds == 0

@@ -254,6 +254,9 @@ def _hide_fake_tensor(patches: Patches) -> None:
 def _run_compiled(patches: Patches, tracer: Tracer, placement: PlacementMode) -> None:
     compile_with_dynamo = torch.compile
     compilers: list[Any] = []  # the one of this trace, or None: programs are traced as eager
+    waiting: list[
+        Callable[[], None]
+    ] = []  # until it is loaded: functions to compile, which Dynamo may inline
 
     def start_compiler() -> bool:
         """Loaded when first needed, which takes seconds, and without the patches, which it would copy."""
@@ -274,17 +277,36 @@ def _run_compiled(patches: Patches, tracer: Tracer, placement: PlacementMode) ->
                 tracer.compiled_as_eager = True
                 tracer.note(f"torch.compile is traced as eager, which may need more: {error}")
                 compilers.append(None)
+            while waiting:
+                waiting.pop(0)()
         return compilers[0] is not None
 
     def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
         if model is None:
             return functools.partial(compile, **kwargs)
+        if inspect.isfunction(model) and not compilers:  # libraries decorate what a program may never call
+            return compile_when_called(model, args, kwargs)
         if isinstance(getattr(model, "__self__", None), torch.optim.Optimizer) or not start_compiler():
             compiled = model
         else:
             with patches.suspended((torch.cuda,)):
                 compiled = compile_with_dynamo(model, *args, **kwargs)
         return update_in_one_kernel(model, compiled) if inspect.isroutine(model) else compiled
+
+    def compile_when_called(function: Any, args: Any, kwargs: Any) -> Any:
+        made: list[Any] = []
+
+        @functools.wraps(function)
+        def run(*given: Any, **named: Any) -> Any:
+            start_compiler()
+            return made[0](*given, **named)
+
+        def complete() -> None:
+            made.append(compile(function, *args, **kwargs))
+            functools.update_wrapper(run, made[0])
+
+        waiting.append(complete)
+        return run
 
     updates: set[tuple[Any, str]] = set()  # function and arguments with which it left nothing behind
 
