@@ -1,9 +1,10 @@
-"""The catalogue: each configuration builds a model with the published number of parameters.
+"""The catalogue: each configuration builds a model with the recorded number of parameters.
 
 One of each architecture is built, the one with the fewest blocks; all of them with OOMPH_ALL_MODELS=1.
 """
 
 import os
+import re
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ def sampled():
 
 
 @pytest.mark.parametrize("name", sampled())
-def test_number_of_parameters_is_the_published_one(name):
+def test_number_of_parameters_is_the_recorded_one(name):
     entry = catalogue()[name]
     config = transformers.AutoConfig.for_model(**entry.config)
     with torch.device("meta"):
@@ -42,8 +43,9 @@ def test_number_of_parameters_is_the_published_one(name):
     assert sum(each.numel() for each in model.parameters()) == entry.parameters
 
 
-def test_every_entry_names_its_source():
-    assert all(entry.source and entry.parameters for entry in catalogue().values())
+def test_every_entry_names_its_source_and_when_it_was_read():
+    assert all(re.search(r"20\d\d-\d\d-\d\d$", entry.source) for entry in catalogue().values())
+    assert all(entry.parameters for entry in catalogue().values())
     assert len(catalogue()) > 90
 
 

@@ -26,8 +26,8 @@ _LISTED = 4
 class CatalogueEntry:
     name: str
     config: dict[str, Any]  # the keys of config.json
-    parameters: int  # as published; tied weights once
-    source: str
+    parameters: int  # tied weights once
+    source: str  # and its date
 
 
 @cache
