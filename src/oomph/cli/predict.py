@@ -96,7 +96,8 @@ class PredictOptions(DiagnoseOptions):
         str | None,
         typer.Option(
             metavar="fsdp2|ddp|tp|cp",
-            help="How a Workload or config is spread over the ranks, e.g. fsdp2:cp=8 (default: fsdp2).",
+            help="How a Workload, config or model's name is spread over the ranks, e.g. fsdp2:cp=8; of a "
+            "name fsdp2 or ddp (default: fsdp2).",
         ),
     ] = None
 
@@ -241,13 +242,16 @@ def check_options(options: PredictOptions) -> None:
         raise UserError(f"--ranks {options.ranks} is not valid; give a positive number")
     if options.parallel is not None and options.ranks is None:
         raise UserError("--parallel needs the number of ranks: --ranks N")
-    if options.parallel is not None and options.is_script:
+    if options.model is not None and options.ranks is not None:
+        replace(options.model, parallel=options.parallel or "fsdp2").check_parallel()
+    elif options.parallel is not None and options.is_script:
         raise UserError(
             "--parallel is for Workloads and configs; a script distributes its model itself, by "
             "torch.distributed.init_process_group() and fully_shard or DistributedDataParallel: then "
             "--ranks N alone runs it as under torchrun"
         )
-    _parallel(options)
+    if options.model is None:
+        _parallel(options)
     batch_sizes(options, options.sizes)
     options.check()
     if options.fixes:
@@ -299,6 +303,8 @@ def predict_target(
 def script_with_fixes(options: PredictOptions) -> Script:
     script = options.script(options.steps)
     if options.ranks is not None:
+        if options.model is not None:
+            script = replace(options.model, parallel=options.parallel or "fsdp2").script()
         script = replace(script, torchrun=True, ranks=options.ranks)
     if options.fixes:
         from oomph.fixes import uses_of

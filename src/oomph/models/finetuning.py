@@ -26,6 +26,7 @@ METHODS = {
     "qlora": "LoRA adapters on a model in 4 bits (peft, bitsandbytes)",
     "generate": "no training: the prompt, then one token at a time, with a KV cache",
 }
+PARALLEL = ("fsdp2", "ddp")
 _PACKAGES = {
     "full": ("transformers", "accelerate"),
     "full-fp32": ("transformers", "accelerate"),
@@ -63,8 +64,11 @@ class FineTuning:
     checkpointing: bool = True
     optimizer: str = ""
     accumulate: int = 1
+    parallel: str = "fsdp2"  # where there are several ranks; `batch` is that of one
 
     def __post_init__(self) -> None:
+        if self.parallel not in PARALLEL:
+            raise UserError(f"--parallel {self.parallel!r} is not valid; valid: {', '.join(PARALLEL)}")
         if self.method not in METHODS:
             raise UserError(f"method {self.method!r} is not valid; valid: {', '.join(METHODS)}")
         for name in ("batch", "length", "new", "lora_rank", "accumulate"):
@@ -88,6 +92,17 @@ class FineTuning:
             raise UserError(f"model {self.model!r} brings code of its own, which is not run; give a script")
         _check_length(self, config)
         return config
+
+    def check_parallel(self) -> None:
+        """Raise for a method that several ranks do not run."""
+        if self.method == "generate":
+            raise UserError("method 'generate' runs in one process; give it without --ranks")
+        if self.method == "qlora" and self.parallel == "fsdp2":
+            raise UserError("method 'qlora' with FSDP2 is not predicted; valid: --parallel ddp")
+
+    def positions(self) -> int | None:
+        """The tokens of a row that the model is made for."""
+        return _positions(configuration.find(self.model, allow_network=False))
 
     def script(self) -> Script:
         """The program. All of its steps are alike, from the second on."""
@@ -137,14 +152,17 @@ def finetune(model: str, method: str = "full", **options: Any) -> Script:
     return asked.script()
 
 
-def _check_length(asked: FineTuning, config: dict[str, Any]) -> None:
-    """Raise where a position would be outside of the table that the model was built with."""
+def _positions(config: dict[str, Any]) -> int | None:
     text = config.get("text_config") or config
     most = next((text[key] for key in _POSITIONS if key in text), None)
-    kind = text.get("model_type", "")
+    return None if most is None else most - (2 if text.get("model_type") in _OFFSET else 0)
+
+
+def _check_length(asked: FineTuning, config: dict[str, Any]) -> None:
+    """Raise where a position would be outside of the table that the model was built with."""
+    most, kind = _positions(config), (config.get("text_config") or config).get("model_type", "")
     if most is None or kind not in _TABLES:  # rotary positions are computed, for any length
         return
-    most -= 2 if kind in _OFFSET else 0
     length = asked.length + (asked.new if asked.method == "generate" else 0)
     if length > most:
         raise UserError(

@@ -5,20 +5,25 @@ Run as a script, and predicted as one. No weights are read: those of the model a
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-import transformers
-from transformers.initialization import no_init_weights
-from transformers.pytorch_utils import Conv1D
-from transformers.training_args import OptimizerNames
+import transformers.utils
 
-from oomph.errors import UserError
-from oomph.models import configuration
-from oomph.models.finetuning import FineTuning, parse
+# scikit-learn, which transformers would import for generation with an assistant, takes seconds.
+transformers.utils.is_sklearn_available = lambda: False
+
+from transformers.initialization import no_init_weights  # noqa: E402
+from transformers.pytorch_utils import Conv1D  # noqa: E402
+from transformers.training_args import OptimizerNames  # noqa: E402
+
+from oomph.errors import UserError  # noqa: E402
+from oomph.models import configuration  # noqa: E402
+from oomph.models.finetuning import FineTuning, parse  # noqa: E402
 
 STEPS = 3  # the optimizer's state appears in the first; from the second on, steps repeat
 _ALPHA = 2  # times the rank of LoRA
@@ -149,8 +154,10 @@ def _with_adapters(model: Any, asked: FineTuning) -> torch.nn.Module:
 
 def _train(model: Any, asked: FineTuning) -> None:
     checkpointing = asked.checkpointing and model.supports_gradient_checkpointing
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     arguments = transformers.TrainingArguments(
         tempfile.mkdtemp(),
+        fsdp=ranks > 1 and asked.parallel == "fsdp2",
         per_device_train_batch_size=asked.batch,
         gradient_accumulation_steps=asked.accumulate,
         gradient_checkpointing=checkpointing,
@@ -162,7 +169,7 @@ def _train(model: Any, asked: FineTuning) -> None:
         report_to=[],
         disable_tqdm=True,
     )
-    samples = [_sample(model, asked)] * (STEPS * asked.batch * asked.accumulate)
+    samples = [_sample(model, asked)] * (STEPS * asked.batch * asked.accumulate * ranks)
     transformers.Trainer(model, arguments, train_dataset=samples).train()
 
 
