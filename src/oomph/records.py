@@ -604,6 +604,57 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class CardCost:
+    """One card on which a step fits, without fixes. Estimated: the step's time is that of a roofline."""
+
+    gpu: str
+    title: str
+    tokens_per_second: float | None  # None: the card's rates are not known
+    per_million_tokens: float | None = None  # in the money of the price table
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A model with one method on a card, without fixes and with the cheapest that fit."""
+
+    method: str
+    failed: str = ""  # why there is no prediction; then nothing below is known
+    peak: Peak | None = None  # without fixes
+    verdict: Verdict | None = None  # None: no card was given
+    plan: Plan | None = None
+    batch: Largest | None = None  # that fits at the length that was asked for, with the plan; None: none does
+    length: Largest | None = None  # likewise, at the batch that was asked for
+    cards: tuple[CardCost, ...] = ()  # the smallest first; with prices, the cheapest
+    ranks: int = 0  # cards of this kind that are enough with FSDP2; 0: not known, or none
+    rank_peak: Peak | None = None  # of one of the last number of ranks that was tried
+    no_ranks: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """With the fixes of the plan."""
+        return self.plan is not None and self.plan.fits
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """What of a model fits on a card: one rung for each method."""
+
+    model: str
+    gpu: str | None  # catalogue name, or the size that was given
+    gpu_title: str
+    limit: int | None  # what the allocator may reserve
+    context: int  # bytes beside the allocator
+    batch: int
+    tokens: int  # of a row
+    rungs: tuple[Rung, ...]
+    seconds: float
+
+    @property
+    def fits(self) -> bool:
+        return any(rung.fits for rung in self.rungs)
+
+
+@dataclass(frozen=True)
 class Difference:
     """The largest difference of a tensor with and without fixes, relative to its largest entry without."""
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+import shlex
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -33,8 +36,10 @@ from oomph.cli.targets import (
     workload_of,
 )
 from oomph.errors import ExitStatus, UserError
-from oomph.records import Plan, Prediction, Progress
+from oomph.models.finetuning import FineTuning
+from oomph.records import FixKind, Ladder, Plan, Prediction, Progress
 from oomph.report.fixes import fix_word, plan_text, plan_verdict, ranks_text
+from oomph.report.ladder import ladder_text, ladder_to_json
 from oomph.report.terminal import report_console
 
 LARGEST = ("batch", "sequence")
@@ -63,15 +68,27 @@ class FitOptions(StepOptions):
     ranks: Annotated[
         bool, typer.Option("--ranks", help="Also find how many of these GPUs FSDP2 needs, without fixes.")
     ] = False
+    prices: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Of a model's name: cards and what they cost an hour, as `rtx4090,0.35` in each line.",
+        ),
+    ] = None
     json: Json = False
     quiet: Quiet = False
     html: Html = None
 
 
 def run_fit(given: FitOptions) -> ExitStatus:
-    """Find the cheapest set of fixes with which the step fits."""
+    """Find the cheapest set of fixes with which the step fits. For a model's name without --method: what fits
+    with each method, how large, and which cards do."""
     options = find_target(given, "fit")
     kinds = fix_kinds(options.allow)
+    if options.model is not None and _asks_for_ladder(options):
+        return run_ladder(options, options.model, kinds)
+    if options.prices is not None:
+        raise UserError("--prices is for a model's name, as Qwen/Qwen3-8B")
     _check(options)
     load_torch(options.quiet)
     from oomph.planning import fit, ranks_needed, write_plan
@@ -130,6 +147,84 @@ def run_fit(given: FitOptions) -> ExitStatus:
         write_stdout(plan_text(plan, report_console(), options.typed, options.plan, cards))
         write_stdout(ranks_text(trials, plan.gpu_title))
     return ExitStatus.FITS if plan.fits else ExitStatus.DOES_NOT_FIT
+
+
+def _asks_for_ladder(options: FitOptions) -> bool:
+    no_card = options.gpu is None and options.budget is None and options.max is None
+    return options.method is None or options.prices is not None or options.ranks or no_card
+
+
+def run_ladder(options: FitOptions, model: FineTuning, kinds: tuple[FixKind, ...]) -> ExitStatus:
+    """Of the method that was given, or of all."""
+    names = ("plan", "largest", "gpus", "sizes", "html", "host_memory", "steps")
+    for name in (name for name in names if getattr(options, name)):
+        raise UserError(
+            f"--{name.replace('_', '-')} is for one method and a card: add --method qlora and --gpu rtx4090"
+        )
+    if model.method == "generate":
+        raise UserError("method 'generate' has no ladder; `oomph predict` predicts it")
+    options.check()
+    prices = None if options.prices is None else _read_prices(options.prices)
+    load_torch()
+    from oomph.planning.ladder import METHODS, ladder
+
+    methods = METHODS if options.method is None else (options.method,)
+    optimizer = options.optimizer or ""  # else that of each method
+    asked = [replace(model, method=method, optimizer=optimizer) for method in methods]
+    with program_output() as report:
+        found = ladder(
+            asked,
+            gpu=options.gpu,
+            budget=options.budget,
+            max=options.max,
+            allow=kinds,
+            prices=prices,
+            progress=report,
+        )
+    if options.json:
+        write_json(ladder_to_json(found))
+    else:
+        commands = _next_commands(options, found)
+        write_stdout(ladder_text(found, report_console(), commands, priced=prices is not None))
+    if found.limit is None:
+        return ExitStatus.FITS if any(rung.cards for rung in found.rungs) else ExitStatus.DOES_NOT_FIT
+    return ExitStatus.FITS if found.fits else ExitStatus.DOES_NOT_FIT
+
+
+def _next_commands(options: FitOptions, found: Ladder) -> tuple[str, ...]:
+    fitting = next((rung for rung in found.rungs if rung.fits), found.rungs[-1])
+    card = options.gpu or options.budget or next((one.gpu for one in fitting.cards), "h200")
+    words = [word for word in options.command("", "--gpu", card)[1:] if word]
+    if options.method is None:
+        words[1:1] = ["--method", fitting.method]
+    command = shlex.join(words)
+    verb = "fit" if fitting.plan is not None and fitting.plan.fixes else "predict"
+    what = "how to apply the fixes" if verb == "fit" else "what uses the memory"
+    return (f"oomph {verb} {command}    # {what}",)
+
+
+def _read_prices(file: str) -> dict[str, float]:
+    """By names of cards: money for an hour."""
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise UserError(f"--prices {file!r} cannot be read: {reason}") from error
+    prices: dict[str, float] = {}
+    for number, line in enumerate(lines, 1):
+        name, comma, price = (part.strip() for part in line.partition(","))
+        if not name or name.startswith("#") or (number == 1 and not re.search(r"\d", price)):  # a heading
+            continue
+        try:
+            value = float(price)
+        except ValueError:
+            value = -1.0
+        if not comma or not 0 < value < math.inf:
+            raise UserError(f"{file}:{number}: {line!r} is not a price; give lines as `rtx4090,0.35`")
+        prices[gpus.find(name).name] = value
+    if not prices:
+        raise UserError(f"{file} has no prices; give lines as `rtx4090,0.35`")
+    return prices
 
 
 def _predictions(options: FitOptions, plan: Plan) -> list[tuple[str, Prediction]]:

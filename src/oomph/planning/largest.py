@@ -98,6 +98,18 @@ def with_largest(
     return replace(plan, rows=size.value, rows_that_fit=fitting, predictions=predictions)
 
 
+def largest_of(
+    program: Program,
+    plan: Plan,
+    held: int,
+    size: Size,
+    between: Callable[[int, int], Sequence[int]],
+    progress: Progress,
+) -> Largest:
+    """The largest value of `size` that fits with the fixes of a plan, of those of `between` (_Finder)."""
+    return _Finder(program, plan.limit, held, size, between).find(plan.fixes, plan.after, progress)
+
+
 def _rows(program: Program, prediction: Prediction) -> Size:
     """Also of a Workload that names no sizes."""
     try:

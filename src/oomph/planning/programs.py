@@ -19,6 +19,7 @@ from oomph.fixes.scripts import ModelChange, check_for_scripts, model_of, on_eac
 from oomph.fixes.small_copy import checked_proposals
 from oomph.fixes.training_changes import SmallerBatch
 from oomph.gpus import GPU
+from oomph.models.finetuning import FineTuning
 from oomph.planning.reduced import Reduction, reduction
 from oomph.prediction import Script, predict
 from oomph.prediction.child import model_built_once
@@ -30,6 +31,7 @@ from oomph.prediction.isolation import (
     cuda_sees_gpu,
     finish,
     in_fork,
+    is_isolated,
     run_forked,
     run_in_new_interpreter,
     run_isolated,
@@ -95,7 +97,7 @@ class WorkloadProgram:
         def predict_fixed(fixes: Fixes) -> Prediction:
             return predicted(lambda workload: apply(list(fixes), reduced(workload)))
 
-        return run_forked([functools.partial(predict_fixed, fixes) for fixes in sets], _jobs())
+        return run_forked([functools.partial(predict_fixed, fixes) for fixes in sets], jobs())
 
     def predict_sized(self, fixes: Fixes, name: str, value: int) -> Prediction:
         """With fixes, and another value of one of its sizes; "" for the rows of a batch without such."""
@@ -177,7 +179,7 @@ class _StoppedProgram:
 
             return changed
 
-        return run_forked([change(fixes) for fixes in sets], _jobs(), continues=True)
+        return run_forked([change(fixes) for fixes in sets], jobs(), continues=True)
 
     def _proposals_here(self, prediction: Prediction) -> Proposals:
         """In a fork, which continues to the optimizer."""
@@ -228,7 +230,7 @@ class FunctionProgram(_StoppedProgram):
         if self._made is not None:
             return self._continue_with(sets)
         changes = [self._calling(ModelChange(fixes)) for fixes in sets]
-        return run_forked([functools.partial(self._predict, change) for change in changes], _jobs())
+        return run_forked([functools.partial(self._predict, change) for change in changes], jobs())
 
     def predict_sized(self, fixes: Fixes, name: str, value: int) -> Prediction:
         """With fixes, and another size of its batches."""
@@ -291,7 +293,7 @@ class ScriptProgram(_StoppedProgram):
             return run_silently(lambda _: self._predict(stopped), progress)
 
         try:
-            found = run_isolated(run, progress)
+            found = _in_child(run, progress)
         except UserError as error:  # no model was found
             found, self._nothing_found = None, str(error).removeprefix("no fix was applied: ")
         # Else it was not stopped, or cannot be continued in forks.
@@ -333,7 +335,39 @@ class ScriptProgram(_StoppedProgram):
     def _run_silently(self, script: Script, **options: Any) -> Any:
         """Without the script's output, which the first prediction has shown."""
         run = functools.partial(run_silently, lambda progress: self._predict(script, **options))
-        return run_isolated(run, lambda text, fraction: None)
+        return _in_child(run, lambda text, fraction: None)
+
+
+class ModelProgram(ScriptProgram):
+    """Predicts a model that is given by its name, of which other sizes are other arguments."""
+
+    def __init__(self, asked: FineTuning, card: GPU, limit: int, found: Prediction | None = None) -> None:
+        """`found`: its prediction, if it was made before."""
+        super().__init__(asked.script(), card, limit)
+        self._asked, self._found = asked, found
+
+    def predict(self) -> Prediction:
+        found = self._found = self._found or self._run_silently(self._script)
+        self._is_compiled = found.compile_seconds > 0
+        return found
+
+    def predict_sized(self, fixes: Fixes, name: str, value: int) -> Prediction:
+        asked = replace(self._asked, **{name: value})  # type: ignore[arg-type]
+        fixed = replace(asked.script(), on_optimizer=ModelChange(fixes) if fixes else None)
+        found: Prediction = self._run_silently(fixed)
+        return found
+
+    def predict_on(self, ranks: int) -> Prediction:
+        """The first of so many ranks."""
+        found: Prediction = self._run_silently(replace(self._script, torchrun=True, ranks=ranks))
+        return found
+
+
+def _in_child(function: Callable[[Progress], Found], progress: Progress) -> Found:
+    """A script ends the process in which it is predicted; in an isolated one, a fork of it."""
+    if is_isolated():
+        return in_fork(lambda: function(progress))
+    return run_isolated(function, progress)
 
 
 def with_size(sizes: Sizes | None, name: str, value: int) -> Sizes:
@@ -365,7 +399,7 @@ def _has_threads() -> bool:
     return any(type(each).__name__ != "TMonitor" and each.name != WATCH_THREAD for each in others)
 
 
-def _jobs() -> int:
+def jobs() -> int:
     """Predictions at a time."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

@@ -240,6 +240,16 @@ def fit(
         return run_isolated(search, report)
 
 
+def cheapest(
+    program: Program, card: GPU, limit: int, kinds: tuple[FixKind, ...], progress: Progress
+) -> tuple[Plan, int]:
+    """In an isolated process: the cheapest set of fixes with which a program fits, and the bytes of its
+    parameters, gradients and optimizer state."""
+    search = _Search(program, gpus.with_rates(card), limit, _host_memory(), False, None)
+    prediction = search.start(progress)
+    return search.plan_for(prediction, kinds, progress), search.held()
+
+
 def _host_memory() -> int:
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -263,6 +273,14 @@ class _Search:
         self.each: dict[bool, float] = {}  # that one of several takes, of the whole model or of two blocks
 
     def plan(self, kinds: tuple[FixKind, ...], progress: Progress) -> Plan:
+        prediction = self.start(progress)
+        if self.largest is not None:  # a mistake is reported before the search
+            size_of(self.program, prediction, self.largest)
+        plan = self.plan_for(prediction, kinds, progress)
+        plan = with_largest(self.program, prediction, plan, self.held(), self.largest, progress)
+        return replace(plan, seconds=time.perf_counter() - self.began)
+
+    def start(self, progress: Progress) -> Prediction:
         progress("predicting the step without fixes", None)
         prediction = self.program.predict()
         self.first = time.perf_counter() - self.began
@@ -272,18 +290,14 @@ class _Search:
         self.notes = (*prediction.assumptions, *prediction.notes)
         self.pinned = prediction.pinned
         self.growth = prediction.growth.bytes if prediction.growth is not None else 0
-        if self.largest is not None:  # a mistake is reported before the search
-            size_of(self.program, prediction, self.largest)
-        plan = self._plan_for(prediction, kinds, progress)
-        plan = with_largest(self.program, prediction, plan, self._held(), self.largest, progress)
-        return replace(plan, seconds=time.perf_counter() - self.began)
+        return prediction
 
-    def _held(self) -> int:
+    def held(self) -> int:
         """Bytes of parameters, gradients and optimizer state."""
         held = self.base.estimate.parts.get("optimizer step", {})
         return sum(held.get(stage, 0) for stage in ("parameters", "gradients", "optimizer state"))
 
-    def _plan_for(self, prediction: Prediction, kinds: tuple[FixKind, ...], progress: Progress) -> Plan:
+    def plan_for(self, prediction: Prediction, kinds: tuple[FixKind, ...], progress: Progress) -> Plan:
         base = self.base
         least, reason = self._least(prediction, kinds)
         if base.result.fits or self._least(prediction, FIX_KINDS)[0]:
@@ -348,7 +362,7 @@ class _Search:
                 what += ", as small as fixes make them,"
         else:
             what = "parameters, gradients and optimizer state alone"
-            least = self._held() - sum(made.bytes for made in prediction.allocations if made.kind == "buffer")
+            least = self.held() - sum(made.bytes for made in prediction.allocations if made.kind == "buffer")
         if least <= self.limit:
             return 0, ""
         return least, f"the {what} take {format_bytes(least)}"
