@@ -165,13 +165,13 @@ def run_ladder(options: FitOptions, model: FineTuning, kinds: tuple[FixKind, ...
         raise UserError("method 'generate' has no ladder; `oomph predict` predicts it")
     options.check()
     prices = None if options.prices is None else _read_prices(options.prices)
-    load_torch()
+    load_torch(options.quiet)
     from oomph.planning.ladder import METHODS, ladder
 
     methods = METHODS if options.method is None else (options.method,)
     optimizer = options.optimizer or ""  # else that of each method
     asked = [replace(model, method=method, optimizer=optimizer) for method in methods]
-    with program_output() as report:
+    with program_output(options.quiet) as report:
         found = ladder(
             asked,
             gpu=options.gpu,
