@@ -266,7 +266,7 @@ def write_page(file: str, target: str, runs: Sequence[tuple[str, Prediction]], *
     cards = sorted(gpus.catalogue(), key=lambda card: card.memory)
     limits = [(card.title, card.memory, card.context) for card in cards]
     try:
-        write_html(file, Page(target, runs, limits, **sections))
+        write_html(file, Page(target.removeprefix("-- "), runs, limits, **sections))
     except OSError as error:
         raise UserError(f"--html {file!r} cannot be written: {error.strerror or error}") from error
     print(f"oomph: the report is in {file}", file=sys.stderr)

@@ -33,6 +33,8 @@ from oomph.cli.targets import (
     allocator_limit,
     find_target,
     is_config,
+    launch_notes,
+    launch_to_json,
     workload_of,
 )
 from oomph.errors import ExitStatus, UserError
@@ -119,6 +121,7 @@ def run_fit(given: FitOptions) -> ExitStatus:
     with program_output(options.quiet) as report:
         if options.is_script:
             plan = search(options.script(options.steps), max=options.max, progress=report)
+            plan = replace(plan, notes=(*launch_notes(options), *plan.notes))
         else:
             plan = run_isolated(run, report)
             trials = run_isolated(count, report) if options.ranks else ()
@@ -135,7 +138,7 @@ def run_fit(given: FitOptions) -> ExitStatus:
     if options.html is not None:
         write_page(options.html, options.typed, runs, plan=plan, plan_file=options.plan)
     if options.json:
-        found = plan_to_json(plan)
+        found = plan_to_json(plan) | launch_to_json(options)
         if trials:
             found["ranks"] = [{**one._asdict(), "peak": asdict(one.peak)} for one in trials]
         if cards:

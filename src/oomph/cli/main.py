@@ -139,7 +139,7 @@ def _command() -> Any:
 def run(arguments: Sequence[str]) -> int:
     """Run one command; errors are printed to stderr. Returns the exit status."""
     try:
-        with _warnings_on_stderr():
+        with _warnings_on_stderr(), _own_environment():
             if not arguments:
                 write_stdout(_FIRST_COMMANDS)
                 return ExitStatus.FITS
@@ -200,6 +200,19 @@ def _warnings_on_stderr() -> Iterator[None]:
 
         warnings.showwarning = show  # type: ignore[assignment]  # restored by catch_warnings
         yield
+
+
+@contextmanager
+def _own_environment() -> Iterator[None]:
+    """A launch line sets variables for its program."""
+    before, path = dict(os.environ), [*sys.path]
+    try:
+        yield
+    finally:
+        if os.environ != before:
+            os.environ.clear()
+            os.environ.update(before)
+            sys.path[:] = path
 
 
 def _print_error(message: str) -> None:

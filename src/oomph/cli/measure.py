@@ -24,7 +24,7 @@ from oomph.cli.common import (
     write_stdout,
 )
 from oomph.cli.predict import PredictOptions, check_options, predict_target, script_with_fixes, with_fixes
-from oomph.cli.targets import TargetOptions, find_target
+from oomph.cli.targets import TargetOptions, find_target, one_process
 from oomph.errors import ExitStatus, OomphError, ProgramError, UserError
 from oomph.records import Measurement, OpDifference, OpRow, Prediction, Progress
 from oomph.report.measurement import Comparison, measurement_text, measurement_to_json
@@ -55,9 +55,10 @@ def run_measure(given: MeasureOptions) -> ExitStatus:
     """Run steps on the real GPU: predicted beside measured memory and time."""
     # Every run has a process of its own: what else lives in one would be counted.
     options = find_target(given, "measure")
+    one_process(options, "measure")
     fixes = fix_words(options.fix, options.plan)
     target = options.target, options.overrides, options.module, options.torchrun, options.config
-    asked = PredictOptions(*target, gpu=options.gpu, fix=fixes, html=options.html)
+    asked = PredictOptions(*target, launch=options.launch, gpu=options.gpu, fix=fixes, html=options.html)
     check_options(asked)
     if options.gpu is None:
         asked = replace(asked, gpu=_this_gpu())

@@ -34,6 +34,8 @@ from oomph.cli.targets import (
     allocator_limit,
     find_target,
     is_config,
+    launch_notes,
+    launch_to_json,
     workload_of,
 )
 from oomph.errors import ExitStatus, ProgramError, UserError
@@ -129,7 +131,7 @@ def run_predict(given: PredictOptions) -> ExitStatus:
     stages = stage_table(prediction) if options.stages or is_config(options.target) else None
     table = stage_table_text(stages, report_console()) if stages is not None else ""
     if options.json:
-        found = prediction_to_json(prediction)
+        found = prediction_to_json(prediction) | launch_to_json(options)
         if stages is not None:
             found["forward_stages"] = stage_table_to_json(stages)
         write_json(found)
@@ -171,7 +173,7 @@ def run_diagnose(given: DiagnoseOptions) -> ExitStatus:
     )
     diagnosis = _with_applicable_fixes(diagnosis, options)
     if options.json:
-        write_json(diagnosis_to_json(diagnosis))
+        write_json(diagnosis_to_json(diagnosis) | launch_to_json(options))
     elif options.quiet:
         write_stdout(verdict_text(diagnosis.prediction) + cause_text(diagnosis))
     else:
@@ -297,7 +299,8 @@ def predict_target(
 
     # The program's own output goes to stderr; the progress bar comes second, so that it wraps that output.
     with program_output(options.quiet) as report:
-        return predict_isolated(partial(run_silently, run) if silent else run, report, options.allow)
+        found = predict_isolated(partial(run_silently, run) if silent else run, report, options.allow)
+    return replace(found, notes=(*launch_notes(options, options.ranks), *found.notes))
 
 
 def script_with_fixes(options: PredictOptions) -> Script:

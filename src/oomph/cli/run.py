@@ -30,7 +30,7 @@ from oomph.cli.common import (
     write_page,
     write_stdout,
 )
-from oomph.cli.targets import TargetOptions, check_python_file, find_target, raised_at
+from oomph.cli.targets import TargetOptions, check_python_file, find_target, one_process, raised_at
 from oomph.errors import OomphError, UserError, is_missing_gpu, program_traceback
 from oomph.records import Note, Plan
 from oomph.units import format_bytes
@@ -40,7 +40,9 @@ _WHOLE = 0.99  # of the GPU's memory: a desktop takes the rest
 
 
 def run_script(
-    path: Annotated[str, typer.Argument(metavar="SCRIPT", help="A script (.py).")] = "",
+    path: Annotated[
+        str, typer.Argument(metavar="SCRIPT", help="A script (.py), or a launch line: python train.py.")
+    ] = "",
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[ARGUMENTS ...]", help="The script's own arguments.")
     ] = None,
@@ -56,10 +58,10 @@ def run_script(
     """Run a script on the real device: with fixes, and with a report if it runs out of memory."""
     given = TargetOptions(path, tuple(arguments or ()), module, torchrun)
     options, fixes = find_target(given, "run"), fix_words(fix, plan)
-    if options.overrides[:1] == ("--",):
+    if options.overrides[:1] == ("--",) and options.launch is None:
         options = replace(options, overrides=options.overrides[1:])
     name = options.target
-    if module is None:
+    if options.module is None and options.launch is None:
         check_python_file(name, "give a script, as train.py")
     check_output_file("--html", html, "report.html")
     import torch
@@ -71,6 +73,7 @@ def run_script(
 
     has_gpu = torch.cuda.device_count() > 0
     words = [word for one in fixes for word in ("--plan" if one == plan else "--fix", one)]
+    one_process(options, "run", *words)
     predict = shlex.join(("oomph", *options.command("predict", *words)))
     if not fixes and not has_gpu:
         late = next((word for word in options.overrides if word in ("--plan", "--fix")), None)
@@ -103,7 +106,7 @@ def run_script(
         sys.stderr.write(program_traceback(error))
         if has_gpu and isinstance(error, torch.OutOfMemoryError):
             with stdout_to_stderr():
-                stem = Path(name).stem if module is None else module.rpartition(".")[2]
+                stem = Path(name).stem if options.module is None else options.module.rpartition(".")[2]
                 _post_mortem(options, fixes, html or f"{stem}-out-of-memory.html")
         return 1
     if uses and not change.changed:

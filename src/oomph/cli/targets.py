@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,10 +18,20 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+from rich.console import Console
 
 from oomph import gpus, notebooks
 from oomph.cli import extensions
-from oomph.cli.common import Gpu, Max, ModelOptions, Module, OverrideWords, Steps, Torchrun
+from oomph.cli.common import (
+    Gpu,
+    Max,
+    ModelOptions,
+    Module,
+    OverrideWords,
+    Steps,
+    Torchrun,
+    progress_display,
+)
 from oomph.errors import (
     OomphError,
     ProgramError,
@@ -32,8 +42,10 @@ from oomph.errors import (
     program_traceback,
     user_line,
 )
+from oomph.launch import Launch, follow, is_launcher, nearest
 from oomph.models import configuration
 from oomph.models.finetuning import PROGRAM, FineTuning
+from oomph.records import Note
 from oomph.report.terminal import short_path
 from oomph.units import parse_bytes
 
@@ -45,7 +57,10 @@ _NO_SCRIPT = (
     "file.py:name or package.module:name, where name is a Workload, a function that returns one, or a "
     "function that sets up and returns the step; or a config, e.g. configs/pythia_70m.yaml"
 )
-VALID = f"give a script, as train.py; a model's name, as Qwen/Qwen3-8B; {_NO_SCRIPT}"
+VALID = (
+    "give a script, as train.py; a launch line, as torchrun train.py; a model's name, as Qwen/Qwen3-8B; "
+    f"{_NO_SCRIPT}"
+)
 
 # ------------------------------------------------------------------------------------------- targets
 
@@ -58,9 +73,10 @@ class TargetOptions(ModelOptions):
         str,
         typer.Argument(
             metavar="TARGET",
-            help="A script (train.py -- --its --flags), a model's name (Qwen/Qwen3-8B --method lora), a "
-            "config (.yaml), or file.py:name or package.module:name; name is a Workload, a function that "
-            "returns one, or a function that sets up and returns the step.",
+            help="A script (train.py -- --its --flags), a launch line (-- torchrun train.py --its --flags), "
+            "a model's name (Qwen/Qwen3-8B --method lora), a config (.yaml), or file.py:name or "
+            "package.module:name; name is a Workload, a function that returns one, or a function that sets "
+            "up and returns the step.",
         ),
     ] = ""
     overrides: OverrideWords = ()  # of a script: its arguments
@@ -68,10 +84,13 @@ class TargetOptions(ModelOptions):
     torchrun: Torchrun = False
     config: extensions.Config | None = None  # the target, if it is one; see find_target
     model: FineTuning | None = None  # likewise; target and overrides are then those of its program
+    launch: Launch | None = None  # likewise
 
     @property
     def typed(self) -> str:
         """The target with its arguments."""
+        if self.launch is not None:
+            return f"-- {self.launch.typed}"
         if self.model is not None:
             return shlex.join(self._words)
         return shlex.join(
@@ -80,6 +99,8 @@ class TargetOptions(ModelOptions):
 
     def command(self, name: str, *options: str) -> list[str]:
         """`oomph name` for this target, with options."""
+        if self.launch is not None:
+            return [name, *options, "--", *self.launch.words]
         if self.model is not None:
             return [name, *self._words, *options]
         if not self.is_script:
@@ -95,7 +116,7 @@ class TargetOptions(ModelOptions):
 
     @property
     def is_script(self) -> bool:
-        return self.module is not None or is_script(self.target)
+        return self.module is not None or self.launch is not None or is_script(self.target)
 
     def script(self, steps: int | None = None) -> Script:
         if self.model is not None:
@@ -103,6 +124,8 @@ class TargetOptions(ModelOptions):
         from oomph.prediction import Script
 
         script = Script(self.target, self.overrides, self.module is not None, torchrun=self.torchrun)
+        if self.launch is not None:
+            script = replace(script, ranks=self.launch.ranks)
         return script if steps is None else replace(script, steps=steps)
 
     def open(self) -> AbstractContextManager[Workload | Callable[[], Any]]:
@@ -135,16 +158,19 @@ class StepOptions(TargetOptions):
             raise UserError("--steps and --torchrun are for scripts, as train.py or -m package.module")
         if not self.is_script and self.config is None:
             check_target(self.target, self.overrides)
-        elif self.is_script and self.module is None:
+        elif self.is_script and self.module is None and self.launch is None:
             check_python_file(self.target)
 
 
 class TargetCommand(typer.core.TyperCommand):
-    """An option is given once, --key is for configs, and arguments of a script come after `--`."""
+    """An option is given once, --key is for configs, arguments of a script come after `--`, and a launch line
+    is the end of the command."""
 
     ignore_unknown_options = True
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if begin := self._launch_line(ctx, args):
+            args = [*args[:-begin], "--", *args[-begin:]]
         after = len(args) - args.index("--") - 1 if "--" in args else 0
         options: list[Any] = [each for each in self.params if each.param_type_name == "option"]
         _, _, given = self.make_parser(ctx).parse_args([*args])
@@ -169,6 +195,19 @@ class TargetCommand(typer.core.TyperCommand):
                 )
         return rest
 
+    def _launch_line(self, ctx: Any, args: list[str]) -> int:
+        """The number of its words at the end, where it stands without `--`."""
+        parser = self.make_parser(ctx)
+        parser.allow_interspersed_args = False
+        given, _, _ = parser.parse_args([*args])
+        line = [word for word in (given.get("target"), *(given.get("overrides") or ())) if word]
+        if line and " " in line[0]:  # all of it in one word: options may follow
+            return 0
+        begins = len(args) - len(line)  # unless an unknown option, which is reported later, stands before it
+        if not line or args[begins:] != line or args[begins - 1 : begins] == ["--"] or given.get("module"):
+            return 0
+        return len(line) if is_launch_line(line[0]) else 0
+
 
 Options = TypeVar("Options", bound=TargetOptions)
 
@@ -178,6 +217,8 @@ def find_target(options: Options, command: str) -> Options:
     model's name becomes its program."""
     if options.module is None and not options.target:
         raise UserError(f"{command} needs a {'SCRIPT' if command == 'run' else 'TARGET'}, or -m MODULE")
+    if options.module is None and is_launch_line(options.target):
+        return _with_launch(options, command)
     if options.module is None and is_model(options.target, options.given):
         return _with_model(options)
     if options.given:
@@ -237,6 +278,69 @@ def is_model(target: str, given: Sequence[str] = ()) -> bool:
     if ":" in target or is_script(target) or is_config(target) or os.path.isfile(target):
         return False
     return bool(given) or configuration.is_name(target)
+
+
+def is_launch_line(word: str) -> bool:
+    """Whether a launch line begins with it."""
+    is_other = is_script(word) or is_config(word) or (":" in word and "=" not in word) or is_model(word)
+    return not is_other and is_launcher(word)
+
+
+def _with_launch(options: Options, command: str) -> Options:
+    """Its program, in the environment that the line gives to it, until the command ends."""
+    if options.given:
+        raise UserError(
+            f"{options.given[0]} is for a model's name, not for a launch line, whose own options come last"
+        )
+    with progress_display(Console(stderr=True)) as report:
+        report("following the launch line", None)
+        found = follow((options.target, *options.overrides))
+    set_environment(found.environment)
+    return replace(
+        options,
+        target=found.program,
+        overrides=found.arguments,
+        module=found.program if found.module else None,
+        torchrun=options.torchrun or found.torchrun,
+        launch=found,
+    )
+
+
+def set_environment(added: Mapping[str, str]) -> None:
+    """As if the command had been started with it; PYTHONPATH is read when Python starts."""
+    os.environ.update(added)
+    if "PYTHONPATH" in added:
+        folders = [os.path.abspath(each) for each in added["PYTHONPATH"].split(os.pathsep) if each]
+        sys.path[1:1] = [each for each in folders if each not in sys.path]
+
+
+def launch_notes(options: TargetOptions, ranks: int | None = None) -> tuple[Note, ...]:
+    """What the launch line leaves open. `ranks`: given beside it."""
+    if options.launch is None:
+        return ()
+    every = options.launch.every_gpu if ranks is None else ""
+    counted = f"{every} would start a process for each GPU: predicted for one (predict --ranks N: one of N)"
+    return tuple(map(Note, (*options.launch.notes, *([counted] if every else []))))
+
+
+def launch_to_json(options: TargetOptions) -> dict[str, Any]:
+    """For `--json`: the launch line and where it leads; {} for other targets."""
+    if (found := options.launch) is None:
+        return {}
+    ranks = found.ranks if found.torchrun else None
+    return {"launch": {"line": found.typed, "program": found.program, "module": found.module, "ranks": ranks}}
+
+
+def one_process(options: TargetOptions, command: str, *words: str) -> None:
+    """Raise for a launch line of several ranks, of which `oomph run` and `measure` start none."""
+    if options.launch is None or options.launch.ranks == 1:
+        return
+    line = options.launch.with_oomph_run(*words)
+    advice = f"; `{line}` records each of them" if line else ""
+    raise UserError(
+        f"`oomph {command}` starts one process, and the launch line {options.launch.ranks} ranks{advice}; "
+        f"`{shlex.join(('oomph', *options.command('predict')))}` predicts one of them"
+    )
 
 
 def _with_model(options: Options) -> Options:
@@ -299,6 +403,8 @@ def split_target(target: str) -> tuple[str, str]:
         what = "is a folder" if os.path.isdir(target) else f"has no colon{_nearest_file(Path(target))}"
         if close := configuration.near(target):
             raise UserError(f"target {target!r} is not known; the nearest models are {', '.join(close)}")
+        if launcher := nearest(target):
+            raise UserError(f"target {target!r} is not known; the nearest launcher is {launcher}")
         raise UserError(f"target {target!r} {what}; {VALID}")
     if notebooks.is_notebook(source):
         raise UserError(f"target {target!r} is a part of a notebook, which is predicted as a whole: {source}")
