@@ -103,6 +103,7 @@ def make_importable() -> None:
     """What a library has found out about installed packages is forgotten."""
     sys.meta_path.append(_finder)
     _ask_again()
+    _asked.clear()
 
 
 def remove() -> None:
@@ -116,7 +117,7 @@ def remove() -> None:
 def _ask_again() -> None:
     """transformers reads the installed packages when it is imported, and keeps its answers."""
     known = sys.modules.get("transformers.utils.import_utils")
-    if known is None:
+    if known is None or not _used():
         return
     names = known.PACKAGE_DISTRIBUTION_MAPPING
     for package in VERSIONS:
@@ -127,7 +128,6 @@ def _ask_again() -> None:
     for value in vars(known).values():
         if callable(forget := getattr(value, "cache_clear", None)):
             forget()
-    _asked.clear()
 
 
 # ------------------------------------------------------------------------------------- what the packages call
