@@ -198,30 +198,17 @@ def test_an_algorithm_that_cudnn_leaves_out_without_a_gpu_takes_what_was_measure
         (128, "weight", (64, 96, 131, 131), (96, 96, 4, 4), (128, 128), torch.float32, (128, 128), (1, 1)),
         (132, "weight", (100, 256, 8, 8), (512, 256, 3, 3), (8, 8), torch.float32, (128, 64), (1, 2)),
         (108, "weight", (32, 256, 56, 56), (1, 256, 5, 5), (56, 56), BF16, (64, 256), (1, 3)),
-        (
-            112,
-            "forward",
-            (16, 640, 112, 112),
-            (160, 640, 3, 3),
-            (112, 112),
-            torch.float32,
-            (128, 128),
-            (8, 1),
-        ),
-        (96, "forward", (512, 1024, 14, 14), (96, 1024, 5, 5), (14, 14), F16, (256, 128), (4, 1)),
-        (104, "data", (128, 96, 97, 97), (96, 96, 5, 5), (97, 97), torch.float32, (128, 128), (4, 1)),
         (40, "data", (2, 24, 8, 8), (512, 24, 3, 3), (8, 8), torch.float32, (128, 64), (5, 1)),
         (0, "weight", (8, 512, 7, 7), (512, 512, 3, 3), (7, 7), torch.float32, (128, 128), (1, 1)),
     ],
 )
-def test_sums_are_split_into_as_many_parts_as_an_h200_computes_at_a_time(
+def test_sums_are_split_into_as_many_parts_as_all_multiprocessors_compute_at_a_time(
     measured, kind, input, weight, output, dtype, tile, cluster
 ):
     ones = (1, 1)
     output = (input[0], weight[0], *output)
     one = cudnn.ConvolutionPass(kind, input, weight, output, ones, ones, ones, dtype, False, False, True)
-    slots = {1: 132, 2: 132, 3: 117, 4: 120, 5: 110, 8: 120}[cluster[0] * cluster[1]]
-    assert cudnn.parts_of_sums(one, tile, cluster, slots) == measured
+    assert cudnn.parts_of_sums(one, tile, cluster, H200.multiprocessors) == measured
 
 
 def test_engines_that_need_a_gpu_are_read_from_the_log():

@@ -14,9 +14,9 @@ these engines, and their workspaces (workspaces.py), are known by measurements: 
 on an H200, cuDNN's lists are then the same with and without the GPU. Of engines that only lack the driver,
 which the log states, the card has all.
 
-How many multiprocessors each cluster (GPC) of a card has is not part of its description. Kernels of its
-generation split sums so that all multiprocessors have a part. Of the parts on an H200, 80 to 95 % are
-those of `parts_of_sums`; those that cuDNN states for it are mostly others.
+Kernels of Hopper's cards split sums so that all multiprocessors have a part. How multiprocessors are grouped
+is not part of a card's description, and the parts that cuDNN states without it are often others than those of
+a run. `parts_of_sums` gives as many as all multiprocessors compute at a time.
 """
 
 from __future__ import annotations
@@ -150,8 +150,8 @@ _ENGINES_OF_GPU: dict[tuple[Pass, int], Algorithm] = {
 }
 _ENGINE_CONFIG = re.compile(r'engineConfig: type=json; val=\{"engineId":(\d+)')
 _NO_DRIVER = "libcuda == nullptr"
-# Tiles of results that kernels of capability 9.0 compute, by CUDNN_KNOB_TYPE_TILE_SIZE, and of the H200's
-# multiprocessors those that clusters of so many blocks can use at a time.
+# Tiles of results that kernels of Hopper's cards compute, by CUDNN_KNOB_TYPE_TILE_SIZE.
+_HOPPER: Capability = (9, 0)
 _TILES = {
     0: (128, 128),
     1: (128, 64),
@@ -162,8 +162,6 @@ _TILES = {
     7: (64, 128),
     9: (64, 256),
 }
-_GROUPED_AS = (9, 0), 132
-_SLOTS = {1: 132, 2: 132, 3: 117, 4: 120, 5: 110, 6: 102, 7: 105, 8: 120, 16: 112}
 _KNOB = re.compile(rb'CUDNN_KNOB_TYPE_(\w+)\\?":(\d+)')
 _EXTRA_BYTES = 1700  # that belong to no tile
 _LONGEST_TRANSFORM = 256  # rows or columns of a padded image
@@ -379,19 +377,16 @@ def _workspaces(conv_pass: ConvolutionPass, gpu: GPU, in_order: bool) -> Iterato
 
 
 def _on_card(stated: int, plan: _Descriptor, conv_pass: ConvolutionPass, gpu: GPU) -> int:
-    """The workspace with those parts of sums that the card has."""
+    """The workspace with the parts of sums that all multiprocessors compute at a time."""
     (batch, channels, *image), (outputs, in_group, *kernel) = conv_pass.input, conv_pass.weight
     strided_data = conv_pass.kind == "data" and max(conv_pass.stride) > 1
-    if (gpu.capability, gpu.multiprocessors) != _GROUPED_AS or max(kernel) == 1 or channels > in_group:
-        return stated
-    if strided_data:
+    if gpu.capability != _HOPPER or max(kernel) == 1 or channels > in_group or strided_data:
         return stated
     text = bytes(plan.get(_Attribute.EXECUTION_PLAN_JSON_REPRESENTATION, _Type.CHAR))
     knobs = {name: int(value) for name, value in _KNOB.findall(text)}
     tile = _TILES.get(knobs.get(b"TILE_SIZE", -1))
     cluster = knobs.get(b"TILE_CGA_M", 0), knobs.get(b"TILE_CGA_N", 0)
-    slots = _SLOTS.get(math.prod(cluster))
-    if knobs.get(b"WORKSPACE") != 0 or tile is None or slots is None:
+    if knobs.get(b"WORKSPACE") != 0 or tile is None or not math.prod(cluster):
         return stated
     copies, tile_bytes = 0, 4 * math.prod(tile)
     if not conv_pass.channels_last:  # in NHWC, with channels in multiples of 16 bytes
@@ -402,14 +397,15 @@ def _on_card(stated: int, plan: _Descriptor, conv_pass: ConvolutionPass, gpu: GP
     extra = (stated - copies) % tile_bytes
     if stated < copies or extra > _EXTRA_BYTES:
         return stated
-    return copies + extra + tile_bytes * parts_of_sums(conv_pass, tile, cluster, slots)
+    return copies + extra + tile_bytes * parts_of_sums(conv_pass, tile, cluster, gpu.multiprocessors)
 
 
 def parts_of_sums(
-    conv_pass: ConvolutionPass, tile: tuple[int, int], cluster: tuple[int, int], slots: int
+    conv_pass: ConvolutionPass, tile: tuple[int, int], cluster: tuple[int, int], multiprocessors: int
 ) -> int:
     """How many tiles are held. Those of the last wave are split into as many parts as the multiprocessors
-    (`slots`) can compute at a time, if the parts are long enough."""
+    can compute at a time, in whole clusters, if the parts are long enough."""
+    slots = multiprocessors // math.prod(cluster) * math.prod(cluster)
     batch, channels, *image = conv_pass.input
     outputs, _, *kernel = conv_pass.weight
     plane = math.prod(image if conv_pass.kind == "data" else conv_pass.output[2:])
