@@ -3,7 +3,6 @@
     python -m benchmarks.accuracy.kernels measure --out FILE    # on a GPU, all in one process, some seconds
     python -m benchmarks.accuracy.kernels compare FILE          # anywhere: measured and predicted
     python -m benchmarks.accuracy.kernels convolutions --out FILE       # on a GPU: cuDNN's workspaces
-    python -m benchmarks.accuracy.kernels convolutions --table --out FILE.csv.gz    # for predictions
     python -m benchmarks.accuracy.kernels convolutions --search --out FILE          # what the search takes
     python -m benchmarks.accuracy.kernels convolutions --any --out FILE             # of any shape
     python -m benchmarks.accuracy.kernels convolutions --products --out FILE        # with kernels of 1 x 1
@@ -18,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import gzip
 import itertools
 import json
 import math
@@ -474,7 +472,6 @@ def compare(measured: Path, names: list[str]) -> None:
 COLUMNS = ("batch", "in_channels", "out_channels", "kernel", "stride", "size", "dtype", "channels_last")
 PASSES = ("forward", "data", "weight")
 CHANNELS = (8, 16, 32, 48, 64, 96, 128, 256, 512)
-CHANNELS_OF_TABLE = (3, 16, 32, 64, 128, 256, 512)
 
 
 def convolution_cases(count: int) -> list[dict[str, Any]]:
@@ -495,31 +492,6 @@ def convolution_cases(count: int) -> list[dict[str, Any]]:
         (128, 128, 256, 3, 1, 16, "float32", 0),
     ]  # the convolutions of training_scripts/triplet.py
     return [dict(zip(COLUMNS, case, strict=True)) for case in list(dict.fromkeys(cases))[:count]]
-
-
-def convolution_table() -> list[dict[str, Any]]:
-    """The cases of src/oomph/prediction/cuda/convolutions_h200.csv.gz: grids, in NCHW."""
-    powers, sides, channels = (4, 8, 16, 32, 64, 128, 256), (7, 14, 28, 56, 112, 224), CHANNELS_OF_TABLE
-    many = (64, 128, 256, 512, 1024, 2048)
-    grids: list[tuple[str, tuple[tuple[int, int], ...], *tuple[tuple[int, ...], ...]]] = [
-        ("float32", ((3, 1),), powers, (1, 2, 4, 8, 16, 32, 64, 128, 256), (1, *channels)),
-        (
-            "float32",
-            ((5, 1), (7, 1), (1, 2), (3, 2), (4, 2), (7, 2)),
-            powers,
-            (1, 4, 16, 64, 256),
-            (1, *channels),
-        ),
-        ("float32", ((3, 1), (3, 2)), sides, (1, 8, 32, 64, 128, 256), channels),
-        ("float32", ((1, 2),), sides[1:4], (8, 32, 64, 128, 256), many),
-        ("bfloat16", ((1, 2), (3, 1), (3, 2), (4, 2), (5, 1), (7, 2)), powers, (2, 16, 128), channels),
-    ]
-    return [
-        dict(zip(COLUMNS, (batch, i, o, kernel, stride, size, dtype, 0), strict=True))
-        for dtype, kernels, sizes, batches, both in grids
-        for (kernel, stride), size, batch, i, o in itertools.product(kernels, sizes, batches, both, both)
-        if batch * max(i, o) * size**2 * 4 <= 1 << 30 and size >= kernel - 1
-    ]
 
 
 # A convolution of any shape: sizes of input and weight, and so on, each joined by "x".
@@ -628,7 +600,7 @@ def leave_free(size: int) -> None:
 def measure_convolutions(out: Path, cases: list[dict[str, Any]], refused: bool = False) -> None:
     """The bytes that each pass requests beyond its result: cuDNN's workspace. With `refused`, FREE bytes
     are free beyond the result; a pass that fails has -1."""
-    with gzip.open(out, "wt") if out.suffix == ".gz" else out.open("w") as file:
+    with out.open("w") as file:
         writer = csv.DictWriter(file, [*cases[0], *PASSES], lineterminator="\n")
         writer.writeheader()
         for case in cases:
@@ -691,7 +663,6 @@ def main() -> None:
     convolutions = commands.add_parser("convolutions")
     convolutions.add_argument("--out", type=Path, required=True)
     convolutions.add_argument("--count", type=int, default=1200)
-    convolutions.add_argument("--table", action="store_true", help="the cases that predictions use")
     convolutions.add_argument("--any", action="store_true", help="of any shape, in one to three dimensions")
     convolutions.add_argument("--products", action="store_true", help="with kernels of 1 x 1")
     convolutions.add_argument("--depthwise", action="store_true")
@@ -706,9 +677,7 @@ def main() -> None:
     if given.command == "measure":
         measure(given.out)
     elif given.command == "convolutions":
-        if given.table:
-            cases = convolution_table()
-        elif given.refused:
+        if given.refused:
             cases = largest_workspaces(given.count)
         elif given.any or given.products:
             cases = any_convolutions(given.count, given.products, given.seed)

@@ -1,21 +1,15 @@
 """Convolutions: the workspaces that cuDNN takes, and the layout of the results.
 
-A convolution takes one workspace per pass, freed when the pass is over. cuDNN's
-heuristics choose the algorithm. Where the library is installed without a GPU, it is asked (cudnn.py). Else, a
-convolution of NCHW tensors with a stride of 1 or 2 is taken to use the algorithm of the most similar one of
-24,596 that were measured on an H200 (convolutions_h200.csv.gz: torch 2.11, cuDNN 9.19, TF32 on), and the
-others follow rules found by measurements. The tensor-core kernels read NHWC with channels in multiples of 16
-bytes, so tensors that are not so are copied into the workspace.
+A convolution takes one workspace per pass, freed when the pass is over. cuDNN's heuristics choose the
+algorithm. Where the library is installed, it is asked without a GPU (cudnn.py). Else, one bound holds: what
+tensor cores cannot read as it is is copied, and weight gradients hold parts of sums (`_estimate`). `_most` is
+the largest that is known, nothing the least; intervals.py says how far towards these an interval reaches.
 """
 
 from __future__ import annotations
 
-import functools
-import gzip
 import math
-import operator
-from collections.abc import Callable, Iterator, Sequence
-from importlib import resources
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,27 +34,13 @@ from oomph.torch_internals import OpOverload, suggest_memory_format
 
 aten = torch.ops.aten
 
-# ---------------------------------------------------------------------------------------- cuDNN: convolutions
-
-_TILE = 128  # rows and columns of a weight gradient that one multiprocessor computes at a time
-_LEAST_PART = 1024  # positions that a part of a split weight gradient adds up
-_LONG_SUM = 1 << 14  # with fewer positions, weight gradients in half precision are not split
-_SHORT_SUM = {4: 76, 2: 32}  # with fewer products per output, convolutions do without tensor cores
-_FEW_CHANNELS = 16
-_DIRECT_WEIGHT_CHANNELS = 4  # with fewer, float32 weight gradients of short sums do without tensor cores
-_NARROW_INPUT, _WIDE_OUTPUT = 64, 128  # channels: float32 convolutions from less to more copy no output
-_LARGE_WEIGHT, _VERY_LARGE_WEIGHT = 1 << 16, 1 << 20  # elements
-_STRIDED_WEIGHT = 1 << 11  # elements: below, gradients of strided 1x1 weights do without tensor cores
-_SMALL_PLANE = 3  # positions: below, gradients of 1x1 weights take no workspace
-_SMALL_KERNEL = 9  # positions: 3x3
-_LARGE_KERNEL = 49  # positions: 7x7
-_VERY_LARGE_KERNEL = 98  # positions: above, float32 data gradients copy their output in channels last, too
-_COPY_EXTRA_BYTES, _SPLIT_EXTRA_BYTES = 16, 600  # bytes behind copies, and behind the parts of a split sum
+_TILE = (128, 128)  # of a weight gradient, computed by one multiprocessor at a time
+_LEAST_PART = 1024  # positions that a part of a split sum adds up
+_COPY_EXTRA_BYTES = 16  # behind copies
 _FOURIER_TILE = 32  # rows and columns that data gradients by Fourier transforms compute at a time
 _PARTS_OF_DEPTHWISE = 8  # in which each sample's weight gradient is summed, in channels last
 _NARROW_KERNEL = 5  # rows or columns: up to it, Fourier transforms are not the fastest algorithm
 _GROUPS_AT_A_TIME = 8  # of Fourier transforms and Winograd's method
-_DATA_MIN_BYTES = 131  # what a data gradient takes that copies nothing
 
 
 class _Side(NamedTuple):
@@ -171,39 +151,29 @@ def _workspace(found: _Convolution, kind: Pass, gpu: GPU) -> int:
     taken = cudnn.workspace(_conv_pass(found, kind), gpu, "fourier" if slow else None)
     if taken is not None:
         return _bytes_of(taken, found, kind, gpu)
-    estimated = _estimate(found, kind, gpu)
-    if _is_without_tensor_cores(found, kind):  # recorded with what it may take, even if none is expected
-        estimated = max(estimated, 1)
-    return Estimated(estimated, _most(found, kind, gpu))
+    if kind != "weight" and (found.is_product or found.depthwise):  # 94 % take none
+        return 0
+    # Recorded with what it may take, even where none is expected.
+    return Estimated(max(_estimate(found, kind, gpu), 1), _most(found, kind, gpu))
 
 
 def _estimate(found: _Convolution, kind: Pass, gpu: GPU) -> int:
-    """Where cuDNN cannot be asked."""
-    if found.depthwise:
-        return _depthwise(found, kind)
-    if _is_without_tensor_cores(found, kind):
-        return _without_tensor_cores(found, kind)
-    if not found.is_product and _is_like_measured(found):
-        return _workspace_of_nearest(found, kind, gpu)
-    if kind != "weight":
-        as_it_is = found.is_product and (found.item != 4 or found.weight < _VERY_LARGE_WEIGHT)
-        return 0 if as_it_is or _is_direct(found, kind) else _copies_inside(found, kind)
-    if found.is_product and not found.channels_last:
-        products, copies = found.batch * found.weight * 4, found.input.bytes + found.output.bytes
-        if found.input.plane < _SMALL_PLANE:
-            return 0
-        if found.item == 4 and not (found.output.channels == 3 and len(found.image) == 2):  # as of RGB images
-            sums = gpu.multiprocessors * _TILE * _TILE * 4
-            return products if len(found.image) == 1 else min(products, copies + sums)
-        if found.item != 4 and products <= 1.5 * copies:
-            return products
-    return 0 if _is_direct(found, kind) else _copies_inside(found, kind) + _partial_sums(found, gpu)
+    """Where cuDNN cannot be asked: as tensor cores compute it. Without them, nothing. Of matrix products, one
+    for each sample is added up in the weight's gradient, if those are less."""
+    if found.depthwise or _is_without_tensor_cores(found, kind):
+        return 0
+    size = _readable_copies(found) + (_parts_of_sums(found, gpu) if kind == "weight" else 0)
+    return min(size, found.batch * found.weight * 4) if found.is_product else size
 
 
 def _most(found: _Convolution, kind: Pass, gpu: GPU) -> int:
-    """Where cuDNN cannot be asked, the largest workspace that it may choose. It often takes Fourier
-    transforms and Winograd's method where the tensor cores are not used, and rarely where they are."""
-    sizes = [_copies(found) + (_partial_sums(found, gpu) if kind == "weight" else 0)]
+    """Where cuDNN cannot be asked, the largest workspace that it may choose: copies, and parts of sums. It
+    often takes Fourier transforms and Winograd's method where the tensor cores are not used, and rarely where
+    they are."""
+    if found.depthwise:  # copies, in which each channel is one of four
+        return max(_copies(found), (2 + found.kernel_size[-1]) * found.input.bytes)
+    sums = gpu.multiprocessors * math.prod(_TILE) * 4 if kind == "weight" else 0
+    sizes = [_copies(found) + min(sums, 4 * found.weight * max(1, found.positions // _LEAST_PART))]
     if _is_without_tensor_cores(found, kind) and found.kernel > 1:
         conv_pass = _conv_pass(found, kind)
         algorithms = (algorithm for algorithm in _OF_GPU if cudnn.has(algorithm, conv_pass))
@@ -216,13 +186,20 @@ def _is_without_tensor_cores(found: _Convolution, kind: Pass) -> bool:
     return found.dtype is torch.float32 and not _conv_pass(found, kind).tf32
 
 
-def _without_tensor_cores(found: _Convolution, kind: Pass) -> int:
-    """What cuDNN 9.19 chooses for most of 900 random passes: kernels that read NCHW as it is, or Winograd's
-    method for weight gradients of many channels."""
-    if kind != "weight":
-        return _copies(found) if found.channels_last and found.kernel > 1 else 0
-    has_many = min(found.input.channels, found.output.channels) >= _NARROW_INPUT
-    return _winograd(found, kind) if has_many and cudnn.has("winograd", _conv_pass(found, kind)) else 0
+def _readable_copies(found: _Convolution) -> int:
+    """Input and output that tensor cores cannot read as they are, and the weight with them: they read NHWC
+    with channels in multiples of 16 bytes."""
+    aligned = 16 // found.item
+    sides = [one for one in (found.input, found.output) if not found.channels_last or one.channels % aligned]
+    return _copied(found, sides, weight=found.kernel > 1) if sides else 0
+
+
+def _parts_of_sums(found: _Convolution, gpu: GPU) -> int:
+    """Of a weight gradient that is split among the multiprocessors, in tiles of one size at most."""
+    if found.groups > 1:
+        return 0
+    parts = cudnn.parts_of_sums(_conv_pass(found, "weight"), _TILE, (1, 1), gpu.multiprocessors)
+    return parts * min(_TILE[0], found.output.channels) * min(_TILE[1], found.input.channels) * 4
 
 
 def _search(found: _Convolution, kind: Pass, gpu: GPU) -> Iterator[Search]:
@@ -244,20 +221,6 @@ def _search(found: _Convolution, kind: Pass, gpu: GPU) -> Iterator[Search]:
                 if cudnn.has(algorithm, conv_pass) and (algorithm == "fourier" or kind == "weight")
             }
     yield Search((found, kind), tuple(sorted(tried)))
-
-
-def _is_direct(found: _Convolution, kind: Pass) -> bool:
-    """Whether the kernel does without tensor cores and reads NCHW as it is."""
-    is_short = found.kernel * found.input.channels // found.groups < _SHORT_SUM.get(found.item, 0)
-    if found.channels_last:
-        return False
-    if found.item != 4:
-        return kind == "forward" and found.kernel > 1 and is_short
-    if found.kernel == 1:
-        return found.is_strided and found.weight < (_STRIDED_WEIGHT if kind == "weight" else _LARGE_WEIGHT)
-    if kind == "data":
-        return found.input.channels < _FEW_CHANNELS
-    return is_short and (kind == "forward" or found.input.channels < _DIRECT_WEIGHT_CHANNELS)
 
 
 def _is_left_to_cudnn(found: _Convolution) -> bool:
@@ -284,125 +247,6 @@ def _is_left_to_cudnn(found: _Convolution) -> bool:
     return channels >= 512 or (channels >= 256 and width >= 28)
 
 
-def _depthwise(found: _Convolution, kind: Pass) -> int:
-    """Where cuDNN cannot be asked: copies for large kernels, in which each channel is one of four."""
-    if kind == "weight" and found.item == 4 and found.kernel > _SMALL_KERNEL and found.stride == 1:
-        return (2 + found.kernel_size[-1]) * found.input.bytes
-    return 0
-
-
-def _copies_inside(found: _Convolution, kind: Pass) -> int:
-    """Input, output and weight as the kernels read them, where they are not so."""
-    aligned = 16 // found.item
-    channels = found.input.channels
-    copied = not found.channels_last, not found.channels_last
-    if found.item == 4 and found.kernel > 1:  # few channels and large kernels: float32 has other kernels
-        few, large = channels < _FEW_CHANNELS, found.kernel >= _LARGE_KERNEL
-        if not found.channels_last:
-            widens = kind == "forward" and channels < _NARROW_INPUT and found.output.channels >= _WIDE_OUTPUT
-            copied = True, not widens
-        elif kind == "weight":
-            copied = (few or large or found.groups > 1,) * 2
-        elif kind == "data":
-            copied = few, few or found.kernel > _VERY_LARGE_KERNEL
-        else:
-            copied = few or large, False
-    both = zip((found.input, found.output), copied, strict=True)
-    sides = [side for side, copy in both if copy or side.channels % aligned]
-    if not sides:
-        return _DATA_MIN_BYTES if kind == "data" else 0
-    grown = max(side.padded(aligned) / side.bytes for side in sides)
-    weight = 0 if found.kernel == 1 else math.ceil(found.weight * found.item * grown)
-    return sum(side.padded(aligned) for side in sides) + weight + _COPY_EXTRA_BYTES
-
-
-def _partial_sums(found: _Convolution, gpu: GPU) -> int:
-    """A weight gradient split into as many parts as the multiprocessors can compute at once, in float32. A
-    tile holds one position of the kernel, or two with few channels."""
-    if found.item != 4 and found.positions < _LONG_SUM:
-        return 0
-    inside, outside = found.input.channels // found.groups, found.output.channels // found.groups
-    half = _TILE // 2
-    if found.kernel == 1:
-        rows, columns, tiles = min(_TILE, outside), min(_TILE, inside), math.ceil(inside / _TILE)
-    else:
-        columns = half if max(inside, outside) <= half else _TILE
-        rows = _TILE if outside > (half if inside > half else _TILE) else half
-        tiles = math.ceil(found.kernel * math.ceil(inside / half) * half / columns)
-    tiles *= math.ceil(outside / rows)
-    parts = min(gpu.multiprocessors // tiles, found.positions // _LEAST_PART)
-    if parts > 1:
-        tiles *= parts
-    elif found.kernel == _SMALL_KERNEL and found.positions >= 2 * _LEAST_PART:  # parts of tiles (stream-K)
-        tiles = gpu.multiprocessors if tiles > gpu.multiprocessors else gpu.multiprocessors // 2
-    else:
-        return 0
-    return tiles * rows * columns * 4 + _SPLIT_EXTRA_BYTES
-
-
-class _Measured(NamedTuple):
-    """A convolution of square images in NCHW, and the workspaces of its passes on an H200."""
-
-    case: _Convolution
-    workspaces: dict[Pass, int]
-    position: tuple[float, ...]
-
-
-_MEASURED_CAPABILITY, _MEASURED_MULTIPROCESSORS = (9, 0), 132  # of an H200
-_LARGEST_MEASURED_BATCH = 256
-_TOLERANCE = 700  # workspaces that differ by less are those of one algorithm
-
-
-_Kernel = tuple[str, int, int]  # the dtype, the kernel's width, the stride
-
-
-@functools.cache
-def _measurements() -> dict[_Kernel, list[tuple[int, ...]]]:
-    """Batch, channels of input and output, size of the image, and the workspaces of the passes."""
-    found: dict[_Kernel, list[tuple[int, ...]]] = {}
-    packed = (resources.files(__package__) / "convolutions_h200.csv.gz").read_bytes()
-    for line in gzip.decompress(packed).decode().splitlines()[1:]:
-        batch, inside, outside, width, stride, size, dtype, _, *workspaces = line.split(",")
-        rows = found.setdefault((dtype, int(width), int(stride)), [])
-        rows.append(tuple(map(int, (batch, inside, outside, size, *workspaces))))
-    return found
-
-
-@functools.cache
-def _measured(kernel: _Kernel) -> list[_Measured]:
-    name, width, stride = kernel
-    dtype: torch.dtype = getattr(torch, name)
-    item = dtype.itemsize
-    found = []
-    for batch, inside, outside, size, forward, data, weight in _measurements()[kernel]:
-        padding = (width - 1) // 2
-        side = (size + 2 * padding - width) // stride + 1
-        planes = size**2, side**2
-        case = _Convolution(
-            batch=batch,
-            input=_Side(inside, planes[0], item * batch * inside * planes[0]),
-            output=_Side(outside, planes[1], item * batch * outside * planes[1]),
-            weight=inside * outside * width**2,
-            image=(size, size),
-            output_image=(side, side),
-            kernel_size=(width, width),
-            strides=(stride, stride),
-            padding=(padding, padding),
-            dilation=(1, 1),
-            dtype=dtype,
-        )
-        workspaces: dict[Pass, int] = {"forward": forward, "data": data, "weight": weight}
-        found.append(_Measured(case, workspaces, _position(case)))
-    return found
-
-
-def _is_like_measured(found: _Convolution) -> bool:
-    """Dilated ones are not: cuDNN has neither Fourier transforms nor Winograd's method for them."""
-    is_plain = len(found.image) == 2 and not found.channels_last and not found.dilated and found.groups == 1
-    is_square = len({*found.image}) == len({*found.kernel_size}) == 1
-    return is_plain and is_square and found.stride <= 2 and found.item in (2, 4)
-
-
 def _bytes_of(taken: int | cudnn.Algorithm, found: _Convolution, kind: Pass, gpu: GPU) -> int:
     """Of what cuDNN states: a workspace, or an algorithm."""
     if taken == "direct":
@@ -416,62 +260,18 @@ def _bytes_of(taken: int | cudnn.Algorithm, found: _Convolution, kind: Pass, gpu
     if taken == "product":  # one for each sample; weight gradients are their sum
         if kind != "weight":
             return 0
-        return _partial_sums(found, gpu) if found.channels_last else found.batch * found.weight * 4
+        return _parts_of_sums(found, gpu) if found.channels_last else found.batch * found.weight * 4
     return taken
 
 
-def _position(found: _Convolution) -> tuple[float, ...]:
-    """Logarithms of its sizes. That of positions, which decides most, counts twice."""
-    positions = min(found.batch, _LARGEST_MEASURED_BATCH) * found.output.plane
-    sizes = positions**2, found.output.plane, found.input.channels, found.output.channels
-    return tuple(map(math.log2, sizes))
+def _copies(found: _Convolution) -> int:
+    """Copies of all three in NHWC, with channels filled up to a multiple of 16 bytes."""
+    return _copied(found, (found.input, found.output), weight=True)
 
 
-@functools.lru_cache(maxsize=4096)
-def _nearest(found: _Convolution) -> _Measured:
-    """The most similar measured convolution: its sizes differ by the smallest factors."""
-    width, position = found.kernel_size[0], _position(found)
-
-    def distance(kernel: _Kernel) -> tuple[int, int]:
-        return abs(kernel[1] - width) + abs(kernel[2] - found.stride), kernel[1]
-
-    dtype = "float32" if found.item == 4 else "bfloat16"
-    # Those of 1 x 1 are matrix products, and like no others.
-    alike = (kernel for kernel in _measurements() if kernel[0] == dtype and (kernel[1] == 1) == (width == 1))
-    kernel = min(alike, key=distance)
-    return min(_measured(kernel), key=functools.partial(_distance, position))
-
-
-def _distance(position: tuple[float, ...], measured: _Measured) -> float:
-    return sum(map(abs, map(operator.sub, measured.position, position)))
-
-
-def _workspace_of_nearest(found: _Convolution, kind: Pass, gpu: GPU) -> int:
-    """The workspace of the algorithm that the most similar measured convolution takes."""
-    near = _nearest(found)
-    measured = near.workspaces[kind]
-    for algorithm in _OF_GPU:
-        if not cudnn.has(algorithm, _conv_pass(near.case, kind)):
-            continue
-        if abs(_bytes_of(algorithm, near.case, kind, gpu) - measured) < _TOLERANCE:
-            if cudnn.has(algorithm, _conv_pass(found, kind)):
-                return _bytes_of(algorithm, found, kind, gpu)
-            return _copies(found)
-    for workspace in _ALGORITHMS:
-        if abs(workspace(near.case) - measured) < _TOLERANCE:
-            return workspace(found)
-    beyond = measured - _copies(near.case)
-    if beyond > 0:  # parts of a sum
-        return _copies(found) + beyond * gpu.multiprocessors // _MEASURED_MULTIPROCESSORS
-    sides = (side.input.bytes + side.output.bytes for side in (found, near.case))
-    return round(measured * next(sides) / next(sides))
-
-
-def _copies(found: _Convolution, input: bool = True, output: bool = True, weight: bool = True) -> int:
-    """Copies in NHWC, with channels filled up to a multiple of 16 bytes."""
+def _copied(found: _Convolution, sides: Sequence[_Side], weight: bool) -> int:
     aligned = 16 // found.item
-    sides = [side for side, copied in ((found.input, input), (found.output, output)) if copied]
-    grown = max(side.padded(aligned) / side.bytes for side in (found.input, found.output))
+    grown = max(side.padded(aligned) / side.bytes for side in sides)
     weights = math.ceil(found.weight * found.item * grown) if weight else 0
     return sum(side.padded(aligned) for side in sides) + weights + _COPY_EXTRA_BYTES
 
@@ -559,15 +359,6 @@ def _of_all_groups(size: int, one: _Convolution, found: _Convolution, copies: bo
 
 
 _OF_GPU: tuple[cudnn.Algorithm, ...] = "fourier", "winograd"
-_ALGORITHMS: tuple[Callable[[_Convolution], int], ...] = (
-    lambda found: 0,  # reads NCHW as it is
-    _copies,
-    lambda found: _copies(found, output=False),
-    lambda found: _copies(found, input=False),
-    lambda found: _copies(found, weight=False),
-    lambda found: _copies(found, output=False, weight=False),
-    lambda found: _copies(found, input=False, weight=False),
-)
 
 
 def _describe(call: BoundArguments, output: tuple[int, ...], format: torch.memory_format) -> _Convolution:
