@@ -17,12 +17,13 @@ PYTEST_ARGS ?=
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types layers site tests accuracy format clean
+.PHONY: help setup demo test lint types layers site tests convolutions accuracy format clean
 
 help:
 	@echo "make demo     set up, then predict $(DEMO_TARGET) against $(DEMO_GPU)"
 	@echo "make test     set up, then lint, types, layers, site and tests"
 	@echo "make accuracy set up, then predict all 81 measured training steps and check every row (minutes)"
+	@echo "make convolutions  install cuDNN (0.9 GB), then test convolutions with it"
 	@echo "make setup | lint | types | layers | site | tests | format | clean"
 
 setup: $(STAMP)
@@ -72,6 +73,12 @@ site: $(STAMP)
 tests: $(STAMP)
 	@echo "== tests"
 	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+# The tests of convolutions once more, with cuDNN asked about workspaces: another 0.9 GB of packages.
+convolutions: $(STAMP)
+	@echo "== installing cuDNN into $(VENV) (0.9 GB)"
+	@$(PIP) -e '.[cudnn]'
+	@$(MAKE) --no-print-directory tests PYTEST_ARGS=tests/prediction/test_cudnn.py
 
 # Fails where a prediction leaves its bounds, or differs from the committed row of the same torch release. cuDNN
 # is not asked, so the rows do not depend on whether it is installed.
