@@ -24,7 +24,7 @@ from oomph import gpus
 from oomph.integrations.pytest_plugin import PredictedPeak
 from oomph.parallel import Parallel
 from oomph.prediction.child import trace
-from oomph.prediction.cuda import cudnn
+from oomph.prediction.convolution import cudnn
 from oomph.prediction.ops.composites import cuda_composites
 from oomph.prediction.ops.recurrent import flatten_parameters
 from oomph.prediction.ops.registry import temporaries_of
@@ -694,7 +694,7 @@ def test_workspaces_are_those_that_cudnn_states(tmp_path, step, measured):
 def test_the_process_that_is_asked_beside_a_gpu_gives_the_same_answers(tmp_path):
     both = """
 import oomph
-from oomph.prediction.cuda import cudnn
+from oomph.prediction.convolution import cudnn
 
 here = oomph.predict(workload, gpu="h200")
 with cudnn.asked_without_gpu(always=True):
@@ -712,7 +712,7 @@ assert max(one.bytes for one in there.allocations if one.kind == "workspace") > 
 def test_the_process_that_is_asked_beside_a_gpu_answers():
     asked = """
 from oomph import gpus
-from oomph.prediction.cuda import cudnn
+from oomph.prediction.convolution import cudnn
 
 here = cudnn.version(gpus.find("h200"))
 with cudnn.asked_without_gpu(always=True):

@@ -22,7 +22,7 @@ def test_every_entry_is_of_ops_that_torch_has():
 
 def test_all_that_is_entered_of_an_op_stands_in_one_file():
     apart = {name for name, files in registry.FILES.items() if len(files) > 1}
-    # Their workspaces are in prediction/cuda/.
+    # Their workspaces are in prediction/convolution/.
     assert apart == {"aten::convolution", "aten::convolution_backward"}
 
 

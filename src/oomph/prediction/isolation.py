@@ -44,7 +44,7 @@ from oomph.prediction import keeper, redirection, sandbox, shared_memory
 from oomph.prediction.builtin_functions import as_builtin
 from oomph.prediction.commands import is_query
 from oomph.prediction.compat import registry
-from oomph.prediction.cuda import cudnn
+from oomph.prediction.convolution import cudnn
 from oomph.prediction.garbage import without_collection
 from oomph.prediction.sandbox import Probe, end_with_parent, is_own_address, processes_below, state_of
 from oomph.records import Progress

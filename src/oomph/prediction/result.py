@@ -22,7 +22,7 @@ from oomph.prediction.allocator import (
     replay,
     round_up,
 )
-from oomph.prediction.cuda import cudnn
+from oomph.prediction.convolution import cudnn
 from oomph.prediction.garbage import without_collection
 from oomph.prediction.intervals import MOST, calibrated, enclosing
 from oomph.prediction.program import Script

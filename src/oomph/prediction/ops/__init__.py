@@ -1,6 +1,6 @@
 """What CUDA does for each op. Importing the modules enters their rules."""
 
-from oomph.prediction.cuda import workspaces
+from oomph.prediction.convolution import workspaces
 from oomph.prediction.ops import (
     attention,
     convolution,

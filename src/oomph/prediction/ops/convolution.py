@@ -1,4 +1,4 @@
-"""Convolutions, but for their workspaces and the layout of their results: cuda/workspaces.py enters those."""
+"""Convolutions, but for their workspaces and the layout of their results (convolution/workspaces.py)."""
 
 from __future__ import annotations
 
