@@ -87,8 +87,8 @@ def measure(kind: str, seed: int, number: int) -> dict[str, Any]:
 
 
 def predict(kind: str, seed: int, number: int, raw: bool) -> dict[str, Any]:
-    """`raw`: the least and the most that were traced. With the limits up to which the verdict is that it does
-    not fit, and from which it fits."""
+    """With the limits up to which the verdict is that it does not fit, and from which it fits. `raw`: the
+    least and the most that were traced, without verdicts."""
     _hide_triton()
     import torch
 
@@ -122,8 +122,8 @@ def predict(kind: str, seed: int, number: int, raw: bool) -> dict[str, Any]:
         "most_allocated": high.allocated,
         "least_reserved": low.reserved,
         "most_reserved": high.reserved,
-        "refused_in": last("does not fit", below, above)[0],
-        "fits_in": last("fits", above, below)[0],
+        "refused_in": "" if raw else last("does not fit", below, above)[0],
+        "fits_in": "" if raw else last("fits", above, below)[0],
         "predicted_torch": torch.__version__,
     }
 
@@ -206,7 +206,8 @@ def found_of(rows: Sequence[Mapping[str, str]], kind: str) -> Found | None:
         )
         widths[what] = statistics.median(each), each[int(0.9 * (len(each) - 1))]
     # In how much a compiled program still runs was not measured.
-    asked = [(part * int(row["runs_in"]), row) for row in found for part in _LIMITS if kind != "compiled"]
+    judged = [row for row in found if row["fits_in"] and kind != "compiled"]
+    asked = [(part * int(row["runs_in"]), row) for row in judged for part in _LIMITS]
     fits = [limit >= int(row["fits_in"]) for limit, row in asked]
     refused = [limit <= int(row["refused_in"]) for limit, row in asked]
     return Found(
@@ -294,7 +295,8 @@ def main() -> int:
     if options.calibrate:
         from oomph.prediction.intervals import COVERAGE
 
-        calibrate([row for row in stored(options.out) if row["seed"] in ("1", "2")], COVERAGE)
+        measured = [row for row in stored(options.out) if row["allocated"]]
+        calibrate([row for row in measured if row["seed"] in ("1", "2")], COVERAGE)
     else:
         report(rows)
     return 0

@@ -30,7 +30,7 @@ class Reach(NamedTuple):
 # Of `allocated`, and of `reserved`.
 REACH = {
     SIZES_DEPEND_ON_VALUES: (Reach(0.9, 0.1, 0.01, MOST), Reach(0.9, 0.2, 0.05, MOST)),
-    WORKSPACES_ESTIMATED: (Reach(0.5, 1, 0.005), Reach(0, 0.5, 0.1)),
+    WORKSPACES_ESTIMATED: (Reach(0.3, 1, 0.01), Reach(0, 0.5, 0.1)),
 }
 
 
