@@ -12,7 +12,7 @@ from rich.text import Text
 from oomph.records import CardCost, Ladder, Largest, Rung
 from oomph.report.as_json import sizes_to_json
 from oomph.report.fixes import short_fix_word
-from oomph.report.terminal import columns, printable, strip_lines
+from oomph.report.terminal import columns, is_size, printable, strip_lines
 from oomph.units import format_bytes
 
 _CARDS_SHOWN = 4
@@ -26,7 +26,8 @@ def ladder_text(found: Ladder, console: Console, commands: tuple[str, ...], pric
     rows = f"{found.batch:,} row{'s' if found.batch > 1 else ''} of {found.tokens:,} tokens"
     card = ""
     if found.limit is not None:
-        card = f", on {found.gpu_title} ({format_bytes(found.limit + found.context)})"
+        has = "" if is_size(str(found.gpu)) else f" ({format_bytes(found.limit + found.context)})"
+        card = f", on {found.gpu_title}{has}"
     heading = ["left method", "right needs"]
     heading += ["fold fits", "fold largest that fits"] if of_card else []
     table = columns(*heading)
@@ -72,15 +73,16 @@ def _fits(rung: Rung) -> str:
 
 def _sizes(rung: Rung) -> str:
     found = [
-        f"{_size(largest)} {what}"
-        for what, largest in (("rows", rung.batch), ("tokens", rung.length))
+        _size(largest, what)
+        for what, largest in (("row", rung.batch), ("token", rung.length))
         if largest is not None
     ]
     return ", or ".join(found) or "-"
 
 
-def _size(found: Largest) -> str:
-    return f"{found.size:,}" if found.exact else f"about {found.size:,}"
+def _size(found: Largest, what: str) -> str:
+    text = f"{found.size:,} {what}{'' if found.size == 1 else 's'}"
+    return text if found.exact else f"about {text}"
 
 
 def _print_cards(found: Ladder, console: Console, priced: bool) -> None:
@@ -104,7 +106,7 @@ def _card(card: CardCost) -> str:
         return card.title
     price = ""
     if card.per_million_tokens is not None:
-        price = f", {card.per_million_tokens:,.2f} per million tokens"
+        price = f", {card.per_million_tokens:.3g} per million tokens"
     return f"{card.title} ({card.tokens_per_second:,.0f}/s{price})"
 
 
