@@ -117,8 +117,8 @@ CASES = tuple(
             (
                 "ms-swift",
                 "README",
-                "CUDA_VISIBLE_DEVICES=0 swift sft --model tiny --model_type qwen2 --tuner_type lora "
-                f"--dataset chat/train.jsonl {_SFT} --output_dir out",
+                "CUDA_VISIBLE_DEVICES=0 swift sft --model tiny --model_type qwen2 --template qwen2_5 "
+                f"--tuner_type lora --dataset chat/train.jsonl {_SFT} --output_dir out",
             ),
             ("axolotl", "README", "axolotl train lora.yml"),
             (
@@ -295,7 +295,7 @@ batch_size: 2
 epochs: 1
 optimizer: {_component_: torch.optim.AdamW, lr: 2.0e-5, fused: True}
 optimizer_in_bwd: False
-loss: {_component_: torchtune.modules.loss.LinearCrossEntropyLoss}
+loss: {_component_: torchtune.modules.loss.CEWithChunkedOutputLoss}
 max_steps_per_epoch: null
 gradient_accumulation_steps: 1
 clip_grad_norm: null
