@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import linecache
+import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -40,8 +41,8 @@ class Cell:
     typed: str
 
 
-def is_notebook(path: str) -> bool:
-    return path.endswith(SUFFIX)
+def is_notebook(path: str | os.PathLike[str]) -> bool:
+    return os.fspath(path).endswith(SUFFIX)
 
 
 def load(path: str) -> list[Cell]:

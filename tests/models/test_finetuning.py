@@ -26,6 +26,10 @@ CONFIG = {
     "tie_word_embeddings": False,
 }
 PARAMETERS = 2 * VOCAB * WIDTH + BLOCKS * (4 * WIDTH**2 + 3 * 4 * WIDTH**2 + 2 * WIDTH) + WIDTH
+needs_bitsandbytes = pytest.mark.skipif(
+    importlib.util.find_spec("peft") is None or importlib.util.find_spec("bitsandbytes") is None,
+    reason="needs peft and bitsandbytes",
+)
 
 
 @pytest.fixture
@@ -72,15 +76,21 @@ def test_lora_trains_its_adapters_alone(folder):
     assert found.peak.allocated < 2 * PARAMETERS + 26 * MiB
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("peft") is None or importlib.util.find_spec("bitsandbytes") is None,
-    reason="needs peft and bitsandbytes",
-)
+@needs_bitsandbytes
 def test_qlora_has_blocks_in_4_bits_and_the_rest_in_fp32(folder):
     found = oomph.predict(oomph.finetune(folder, "qlora", length=LENGTH, lora_rank=8), gpu="rtx4090")
     blocks = PARAMETERS - 2 * VOCAB * WIDTH
     weights = blocks // 2 + 4 * 2 * VOCAB * WIDTH
     assert weights <= found.peak.allocated < weights + 28 * MiB
+
+
+@needs_bitsandbytes
+def test_qlora_where_bitsandbytes_was_imported_without_a_gpu_is_one_line(folder):
+    importlib.import_module("bitsandbytes")
+    if torch.cuda.is_available():
+        pytest.skip("it has kernels for CUDA")
+    with pytest.raises(UserError, match="imported before the prediction"):
+        oomph.predict(oomph.finetune(folder, "qlora", length=LENGTH, lora_rank=1024), gpu="rtx4090")
 
 
 def test_generation_holds_the_keys_and_values_of_every_token(folder):

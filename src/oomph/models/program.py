@@ -33,6 +33,7 @@ _INPUTS = ("input_ids", "input_features", "pixel_values")
 
 
 def main(asked: FineTuning) -> None:
+    transformers.utils.logging.disable_progress_bar()  # of weights that are not there
     config, kind = _config(asked)
     _check(asked, config, kind)
     model = _quantized(kind, config) if asked.method == "qlora" else _model(kind, config, asked.method)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from oomph.errors import UserError
 from oomph.prediction.compat.library import Library
 from oomph.prediction.patches import Patches
 
@@ -35,6 +37,21 @@ def _map_paged_states(patches: Patches, tracer: Tracer) -> None:
         return library
 
     patches.set(ctypes.LibraryLoader, "LoadLibrary", load_library)
+    loaded = sys.modules.get("bitsandbytes.cextension")
+    if loaded is None or getattr(loaded.lib, "compiled_with_cuda", True):
+        return
+
+    def __getattr__(lib: Any, name: str) -> Any:
+        """It has no function for CUDA, and bitsandbytes has registered no kernel for it."""
+        found = getattr(lib._lib, name, None)
+        if found is None:
+            raise UserError(
+                "bitsandbytes was imported before the prediction, where there is no GPU; predict in a "
+                "process that has not imported it, such as the command line"
+            )
+        return found
+
+    patches.set(type(loaded.lib), "__getattr__", __getattr__)
 
 
 LIBRARY = Library("bitsandbytes", None, in_trace=_map_paged_states)  # loaded when it is imported
