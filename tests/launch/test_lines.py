@@ -134,6 +134,55 @@ def test_shell_script_with_its_ranks_as_argument():
     assert (found.ranks, found.arguments) == (4, ("--lr", "1"))
 
 
+KEPT = {
+    "python train.py --epochs 3 > log.txt 2>&1": "--epochs 3",
+    "python train.py --epochs 3 2> errors.txt |& tee log.txt": "--epochs 3",
+    "python train.py --tag a#b --lr 1  # it's the best": "--tag 'a#b' --lr 1",
+    "python train.py --tag 'a # 2> b' # run\n# and\n": "--tag 'a # 2> b'",
+    'python train.py --name "" --lr 1': "--name '' --lr 1",
+    'python train.py --tag c#d "two\nlines"': "--tag 'c#d' 'two\nlines'",
+    "conda run -n training python train.py -x": "-x",
+    "source venv/bin/activate\npython train.py": "",
+}
+
+
+@pytest.mark.parametrize("text", KEPT)
+def test_words_of_a_shell_script_are_kept(text):
+    Path("run.sh").write_text(text)
+    found = followed("bash run.sh")
+    assert (shlex.join(found.arguments), found.notes) == (KEPT[text], ())
+
+
+def test_options_of_the_shell_and_of_its_script():
+    Path("run.sh").write_text('python train.py "$@"\n')
+    assert followed("bash -e -ux run.sh -e 5").arguments == ("-e", "5")
+
+
+def test_files_that_a_shell_script_reads_are_noted():
+    Path("run.sh").write_text("source .env\npython train.py\n")
+    assert followed("bash run.sh").notes == ("run.sh:1: .env was not read",)
+
+
+RUNS = (
+    "torchrun --nproc-per-node 2 {}train.py -x",
+    "torchrun --nproc-per-node 2 {}-m app.train",
+    "python -m torch.distributed.run {}train.py",
+)
+
+
+@pytest.mark.parametrize("line", RUNS)
+def test_line_with_oomph_run(line):
+    found = followed(line.format("")).with_oomph_run("--fix", "a")
+    assert found == line.format("-m oomph run --fix a ")
+
+
+@pytest.mark.parametrize(
+    "line", ["python -m torch.distributed.launch train.py", "deepspeed train.py", "fabric run train.py"]
+)
+def test_launchers_that_may_not_run_modules(line):
+    assert followed(line).with_oomph_run("--fix", "a") == ""
+
+
 def console_script(folder, monkeypatch, text, name="fancy-train"):
     file = folder / "bin" / name
     file.parent.mkdir(exist_ok=True)
@@ -212,6 +261,16 @@ def test_swift(framework):
     assert found.arguments == ("--model", "tiny", "--lora_rank", "8", "--target", "q", "k", "--lr", "1")
 
 
+@pytest.mark.parametrize("text", ["{", "[1]", "model: [\n"])
+def test_swift_with_a_config_that_cannot_be_read(framework, text):
+    framework("swift/__init__.py")
+    for name in ("broken.json", "broken.yaml"):
+        Path(name).write_text(text)
+        with pytest.raises(UserError, match=f"config '{name}' ") as caught:
+            followed(f"swift sft {name}")
+        assert "\n" not in str(caught.value)
+
+
 def test_axolotl():
     line = (
         "axolotl train config.yaml --launcher torchrun --learning-rate 1e-4 --no-bf16 -- --nproc_per_node=2"
@@ -243,6 +302,7 @@ REFUSED = {
     "bash absent.sh": "does not exist",
     "bash -c 'python train.py'": "give the launch line",
     "env -i python train.py": "env -i",
+    "env -u RANK python train.py": "env -u RANK",
 }
 
 

@@ -235,8 +235,9 @@ def _project_environment() -> Path | None:
 
 def _env(line: Line, row: Launcher, words: list[str]) -> list[str]:
     given, rest = row.options.split(row.name, words)
-    if given.get("-i") is not None or given.get("--ignore-environment") is not None:
-        raise UserError("env -i cannot be followed; give the line without it, and run oomph under env -i")
+    for option in given.keys() & {"-i", "--ignore-environment", "-u", "--unset"}:
+        typed = f"env {option} {given[option]}".rstrip()
+        raise UserError(f"{typed} cannot be followed; give the line without it, and run oomph under {typed}")
     return rest
 
 
@@ -425,8 +426,13 @@ def _swift_config(line: Line, words: list[str]) -> list[str]:
     _check_exists(words[0])
     import yaml
 
-    text = Path(words[0]).read_text(encoding="utf-8")
-    config = json.loads(text) if words[0].endswith(".json") else yaml.safe_load(text)
+    try:
+        text = Path(words[0]).read_text(encoding="utf-8")
+        config = json.loads(text) if words[0].endswith(".json") else yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"config {words[0]!r} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(config, dict):
+        raise UserError(f"config {words[0]!r} has no keys; give options in it, as `model: NAME`")
     for name, value in (config.pop("ENV", None) or {}).items():
         if line.variable(name) is None:
             line.environment[name] = str(value)
@@ -472,7 +478,9 @@ def _axolotl(line: Line, row: Launcher, words: list[str]) -> list[str]:
 
 
 def _shell(line: Line, row: Launcher, words: list[str]) -> list[str]:
-    rest = [word for word in words if not re.fullmatch(r"-[eux]+", word)]
+    rest = list(words)
+    while rest and re.fullmatch(r"-[eux]+", rest[0]):
+        rest.pop(0)
     if not rest or rest[0].startswith("-"):
         raise UserError(
             f"`{row.name} {' '.join(words[:1])}` is not followed; give the launch line that it runs"

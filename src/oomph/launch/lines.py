@@ -11,6 +11,9 @@ from typing import NoReturn
 
 from oomph.errors import UserError
 
+# Launchers with an option -m that leave what follows it as it is.
+_RUN_MODULES = {"torchrun", "torch.distributed.run", "accelerate", "accelerate-launch"}
+
 
 @dataclass(frozen=True, slots=True)
 class Launch:
@@ -31,10 +34,11 @@ class Launch:
         return shlex.join(self.words)
 
     def with_oomph_run(self, *options: str) -> str:
-        """The line with `oomph run` before its program; "" where it does not name that."""
-        if self.program not in self.words:
+        """The line with `oomph run` before its program; "" where it does not name that, or where its launcher
+        may not run `-m oomph`."""
+        at = self.words.index(self.program) if self.program in self.words else 0
+        if not _RUN_MODULES & {os.path.basename(word) for word in self.words[:at]}:
             return ""
-        at = self.words.index(self.program)
         launcher, program = self.words[: at - self.module], self.words[at:]
         run = ("-m", "oomph", "run", *options, *(["-m"] if self.module else []))
         return shlex.join((*launcher, *run, *program))

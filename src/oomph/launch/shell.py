@@ -76,7 +76,9 @@ class _Run:
             for match in filter(None, begun):
                 self._assign(match[1], " ".join(self._insert(match[2], split=False)), exports)
             return
-        if words[0] in _IGNORED:
+        if words[0] in ("source", ".") and words[1:] and Path(words[1]).name != "activate":
+            self._line.notes.append(f"{self.where}: {_shown(words[1])} was not read")
+        if words[0] in _IGNORED and words[:2] != ["conda", "run"]:
             return
         self.commands.append([one for word in words for one in self._insert(word)])
 
@@ -130,7 +132,7 @@ def _statements(text: str) -> Iterator[tuple[int, str]]:
 def _is_open(text: str) -> bool:
     """Whether a quotation goes on in the next line."""
     try:
-        shlex.split(text, comments=True)
+        shlex.split(_marked(text))
     except ValueError:
         return True
     return False
@@ -140,7 +142,7 @@ def _commands(statement: str, where: str) -> Iterator[list[str]]:
     """The words of each in `a && b 2>&1 | tee log`, without redirections and what only reads the output."""
     try:
         lexer = shlex.shlex(_marked(statement), posix=True, punctuation_chars="();<>|&")
-        lexer.whitespace_split = True
+        lexer.whitespace_split, lexer.commenters = True, ""
         words = list(lexer)
     except ValueError as error:
         raise UserError(f"{where} cannot be read ({error}); {_ADVICE}") from error
@@ -151,13 +153,11 @@ def _commands(statement: str, where: str) -> Iterator[list[str]]:
     for word in words:
         if skip:
             skip = False
-        elif set(word) <= set(";&|") or not word:
+        elif word and set(word) <= set(";&|"):
             if found and not reads_output:
                 yield found
-            found, reads_output = [], word == "|"
-        elif set(word) <= set("<>&|"):
-            if found and found[-1].isdigit():
-                found.pop()  # the 2 of 2>&1
+            found, reads_output = [], word in ("|", "|&")
+        elif word and set(word) <= set("<>&|"):
             skip = True
         else:
             found.append(word)
@@ -166,9 +166,14 @@ def _commands(statement: str, where: str) -> Iterator[list[str]]:
 
 
 def _marked(statement: str) -> str:
-    """With _QUOTED and _LITERAL for each $ within quotes."""
+    """With _QUOTED and _LITERAL for each $ within quotes; without a comment, and the 2 of 2>&1."""
     quote, marked = "", []
     for index, sign in enumerate(statement):
+        begins = not quote and (not index or statement[index - 1].isspace())
+        if begins and sign == "#":
+            break
+        if begins and re.match(r"\d[<>]", statement[index : index + 2]):
+            continue
         escaped = statement[index - 1 : index] == "\\"
         if sign in "\"'" and not escaped and quote in ("", sign):
             quote = "" if quote else sign
