@@ -118,6 +118,29 @@ def test_one_process_is_not_several_ranks(capfd, command):
     assert "`torchrun --nproc-per-node 2 -m oomph run train.py 1`" in capfd.readouterr().err
 
 
+ADAM = """
+import torch
+model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048, device="cuda") for _ in range(8)])
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(3):
+    model(torch.ones(1, 2048, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+APPLIED = {
+    "torchrun --nproc-per-node 2 train.py": " 2 -m oomph run --plan plan.json train.py",
+    "deepspeed --num_gpus 2 --no_local_rank train.py": 'oomph.apply("plan.json", ',
+}
+
+
+@pytest.mark.parametrize("line", APPLIED)
+def test_fit_applies_fixes_to_each_rank(capfd, line):
+    Path("train.py").write_text(ADAM)
+    assert run(["fit", "--budget", "1600MiB", "--plan", "plan.json", "--", *line.split()]) == 0
+    out = capfd.readouterr().out
+    assert APPLIED[line] in out
+    assert "--plan plan.json -- " not in out
+
+
 def test_run_names_the_prediction(capfd):
     assert run(["run", "python", "train.py", "1"]) == 2
     assert "`oomph predict -- python train.py 1`" in capfd.readouterr().err

@@ -48,6 +48,9 @@ def test_a_plan_has_its_host_memory_and_the_command_that_applies_it():
     found = data_of(html_report(shown))["plan"]
     assert found["host"] == 3 << 30
     assert found["commands"] == ["oomph run --plan plan.json train.py --lr 1"]
+    ranks = replace(shown, run_line=lambda *options: f"torchrun -m oomph run {' '.join(options)} train.py")
+    found = data_of(html_report(ranks))["plan"]
+    assert found["commands"] == ["torchrun -m oomph run --plan plan.json train.py"]
 
 
 def test_strings_cannot_break_the_file():

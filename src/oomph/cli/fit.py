@@ -135,8 +135,10 @@ def run_fit(given: FitOptions) -> ExitStatus:
         titles = [card.title for card in catalogue]
         before, after = (fits_on(runs[index][1], catalogue) for index in (0, -1))
         cards = list(zip(titles, before, after, strict=True))
+    launch = options.launch
+    run_line = launch.with_oomph_run if launch is not None and launch.ranks > 1 else None
     if options.html is not None:
-        write_page(options.html, options.typed, runs, plan=plan, plan_file=options.plan)
+        write_page(options.html, options.typed, runs, plan=plan, plan_file=options.plan, run_line=run_line)
     if options.json:
         found = plan_to_json(plan) | launch_to_json(options)
         if trials:
@@ -147,7 +149,7 @@ def run_fit(given: FitOptions) -> ExitStatus:
     elif options.quiet:
         write_stdout("\n".join([plan_verdict(plan), *(f"  {fix_word(use)}" for use in plan.fixes)]) + "\n")
     else:
-        write_stdout(plan_text(plan, report_console(), options.typed, options.plan, cards))
+        write_stdout(plan_text(plan, report_console(), options.typed, options.plan, cards, run_line))
         write_stdout(ranks_text(trials, plan.gpu_title))
     return ExitStatus.FITS if plan.fits else ExitStatus.DOES_NOT_FIT
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+import shlex
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -48,6 +49,9 @@ _LEGEND = {
 _DIFFERENCES_SHOWN = 8
 _WHERE_WIDTH = 16  # characters, at least
 _LONGEST_WORDS = 120  # characters of a command's options
+
+# The launch line with `oomph run` and these options in it; "" where that is not known.
+RunLine = Callable[..., str]
 
 
 def fix_word(use: FixUse | Proposal, longest_list: int | None = None) -> str:
@@ -225,11 +229,12 @@ def plan_text(
     target: str,
     file: str | None,
     cards: Sequence[tuple[str, bool, bool]] = (),
+    run_line: RunLine | None = None,
 ) -> str:
     """Verdict, fixes, before and after, and how to apply them.
 
     `target`: as typed. `file`: where the plan was written.
-    `cards`: title, and whether the step fits without fixes and with them.
+    `cards`: title, and whether the step fits without fixes and with them. `run_line`: see `apply_commands`.
     """
     with console.capture() as capture:
         console.print(Text(plan_verdict(plan), style="bold green" if plan.fits else "bold red"))
@@ -275,7 +280,7 @@ def plan_text(
         if "compile" not in plan.allowed and not plan.least and not (plan.fits and plan.after.slowdown <= 1):
             console.print("Not tried: torch.compile, which is slow to predict (--allow compile).")
         if plan.fixes and plan.fits:
-            how, commands = apply_commands(plan, target, file)
+            how, commands = apply_commands(plan, target, file, run_line)
             console.print(Text(f"{how}:"))
             for command in commands:
                 console.print(Text(f"    {command}"), soft_wrap=True)  # on one line, to be copied
@@ -411,21 +416,28 @@ def _cards_table(cards: Sequence[tuple[str, bool, bool]]) -> Table:
     return table
 
 
-def apply_commands(plan: Plan, target: str, file: str | None) -> tuple[str, tuple[str, ...]]:
+def apply_commands(
+    plan: Plan, target: str, file: str | None, run_line: RunLine | None = None
+) -> tuple[str, tuple[str, ...]]:
     """How to apply a plan, and the commands. `target`: as typed. Without a file the fixes are typed out,
-    unless that is too long to be read or copied."""
+    unless that is too long to be read or copied. `run_line`: where `oomph run` does not start the target, a
+    launch line of several ranks."""
     words = " ".join(f"--fix '{fix_word(use)}'" for use in plan.fixes)
     how = "To apply it"
     if file is None and len(words) > _LONGEST_WORDS:
         file = "plan.json"
         how = f"To apply it, add `--plan {file}` to the command `oomph fit`, which writes it there; then"
     applied = words if file is None else f"--plan {file}"
+    given = f'"{file}"' if file else json.dumps([fix_word(use) for use in plan.fixes])
+    in_python = f"oomph.apply({given}, workload_or_model)   # in Python"
+    if run_line is not None:
+        found = run_line(*shlex.split(applied))
+        return (f"{how}, without editing the script", (found,)) if found else (how, (in_python,))
     if target.startswith("-") or target.partition(" ")[0].endswith((".py", ".ipynb")):
         return f"{how}, without editing the script", (f"oomph run {applied} {target}",)
     trains = file is not None and target.partition(" ")[0].endswith((".yaml", ".yml"))
-    given = f'"{file}"' if file else json.dumps([fix_word(use) for use in plan.fixes])
     command = f"oomph {'train' if trains else 'predict'} {target} {applied}"
-    return how, (command, f"oomph.apply({given}, workload_or_model)   # in Python")
+    return how, (command, in_python)
 
 
 # ------------------------------------------------------------------------------------------- verifications

@@ -19,7 +19,7 @@ from typing import Any
 from oomph.records import STAGES, Allocation, Event, Finding, Note, Plan, Prediction, Site
 from oomph.report.as_json import downsample
 from oomph.report.comparison import line_changes
-from oomph.report.fixes import apply_commands, failed_lines, plan_verdict, short_fix_word
+from oomph.report.fixes import RunLine, apply_commands, failed_lines, plan_verdict, short_fix_word
 from oomph.report.measurement import Comparison
 from oomph.report.terminal import (
     assumptions,
@@ -53,6 +53,7 @@ class Page:
     findings: Sequence[Finding] = ()
     plan: Plan | None = None
     plan_file: str | None = None  # where the plan was written
+    run_line: RunLine | None = None  # of a launch line of several ranks
     measured: Sequence[Comparison] = ()
     notes: Sequence[Note] = ()
 
@@ -69,7 +70,7 @@ def html_report(page: Page) -> str:
         "runs": [_run(title, prediction) for title, prediction in page.runs],
         "gpus": [[printable(title), memory, memory - context] for title, memory, context in page.gpus],
         "findings": [_finding(one) for one in page.findings],
-        "plan": None if page.plan is None else _plan(page.plan, page.target, page.plan_file),
+        "plan": None if page.plan is None else _plan(page.plan, page),
         "changes": [] if len(page.runs) < 2 else _changes(page.runs[0][1], page.runs[-1][1]),
         "measured": [_measured(one) for one in page.measured],
         "notes": [_note(note) for note in page.notes],
@@ -330,11 +331,13 @@ def _excerpt(site: Site) -> dict[str, Any]:
     }
 
 
-def _plan(plan: Plan, target: str, file: str | None) -> dict[str, Any]:
+def _plan(plan: Plan, page: Page) -> dict[str, Any]:
     front = list(plan.front)
     if plan.after not in front:
         front.append(plan.after)
-    how, commands = apply_commands(plan, target, file) if plan.fixes and plan.fits else ("", ())
+    how, commands = "", tuple[str, ...]()
+    if plan.fixes and plan.fits:
+        how, commands = apply_commands(plan, page.target, page.plan_file, page.run_line)
     return {
         "verdict": printable(plan_verdict(plan)),
         "fits": plan.fits,
