@@ -12,11 +12,11 @@ import linecache
 import os
 import re
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from oomph import launch
 from oomph.errors import UserError
 
 SUFFIX = ".ipynb"
@@ -28,7 +28,6 @@ _WITHOUT_SIGN = {"pip", "conda", "mamba", "cd", "ls", "mkdir", "cat", "cp", "mv"
 _HELP = re.compile(r"\s*(\?{1,2}[\w.*%]+|[\w.*%]+\?{1,2})\s*$")
 _ASSIGNED = r"(?P<before>\s*(?:[\w.\[\]'\", ]+=(?!=)\s*)?)"
 _CALL = re.compile(_ASSIGNED + r"(?P<sign>!!?|%(?=[A-Za-z_]))\s*(?P<rest>\S.*)$")
-_LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "composer", "srun", "mpirun", "horovodrun")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,29 +142,5 @@ def _line_magic(name: str, arguments: str) -> str:
 
 def training_command(command: str) -> str | None:
     """`oomph predict ...` for a shell's command that starts a Python program of the user's."""
-    for part in re.split(r"&&|;|\||\n", command):
-        words = _words(part)
-        while words and re.match(r"[A-Za-z_]\w*=", words[0]):  # of its environment
-            words = words[1:]
-        name = Path(words[0]).name if words else ""
-        if re.fullmatch(r"python[\d.]*", name):
-            words = [word for word in words if word != "-u"]
-            script = words[1:2]
-            if script and script[0].endswith(".py"):
-                return _predict(words[1:2], words[2:])
-            if script == ["-m"] and words[2:3] not in ([], ["pip"], ["venv"], ["ipykernel"]):
-                return _predict(words[1:3], words[3:])
-        elif name in _LAUNCHERS:
-            return shlex.join(["oomph", "predict", "--", *words])
-    return None
-
-
-def _predict(target: Sequence[str], arguments: Sequence[str]) -> str:
-    return shlex.join(["oomph", "predict", *target, *(["--", *arguments] if arguments else [])])
-
-
-def _words(command: str) -> list[str]:
-    try:
-        return shlex.split(command, comments=True)
-    except ValueError:  # quotes that do not end
-        return command.split()
+    found = next(filter(launch.starts_program, launch.commands(command)), None)
+    return shlex.join(["oomph", "predict", "--", *found]) if found else None

@@ -101,8 +101,12 @@ def test_an_error_names_its_cell(notebook, capsys):
 @pytest.mark.parametrize(
     ("cell", "command"),
     [
-        ("!python -u train.py --lr {1 + 1}", "oomph predict train.py -- --lr 2"),
-        ("%%bash\npip install x\nA=1 python3 -m pkg.train", "oomph predict -m pkg.train"),
+        ("!python -u train.py --lr {1 + 1}", "oomph predict -- python -u train.py --lr 2"),
+        (
+            "%%bash\npip install x\npython -m pip install y\nbash setup.sh\nA=1 python3 -m pkg.train",
+            "oomph predict -- A=1 python3 -m pkg.train",
+        ),
+        ("!uv run train.py --a '1|2' 2>&1 | tee log", "oomph predict -- uv run train.py --a '1|2'"),
         ("!cd code && accelerate launch train.py", "oomph predict -- accelerate launch train.py"),
     ],
 )
@@ -112,6 +116,13 @@ def test_training_in_another_program_is_said_with_what_predicts_it(notebook, cap
     last = capsys.readouterr().err.splitlines()[-1]
     assert "exp.ipynb put nothing on the GPU" in last
     assert f"`{command}`" in last
+
+
+@pytest.mark.parametrize(
+    "command", ["sudo apt install python3 g++", "conda install x", "accelerate config", "python --version"]
+)
+def test_other_commands_are_no_training(command):
+    assert notebooks.training_command(command) is None
 
 
 def test_commands_run_where_they_are_allowed(notebook, capsys, tmp_path):

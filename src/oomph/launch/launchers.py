@@ -68,6 +68,26 @@ def is_launcher(word: str) -> bool:
     return not word.endswith((".py", ".yaml", ".yml", ".ipynb")) and _console_script(word) is not None
 
 
+def starts_program(words: Sequence[str]) -> bool:
+    """Whether the words of a shell's command start a program of the user's here, as far as they tell: no file
+    has to exist. Not so `pip install`, `conda install`, shell scripts and other machines."""
+    words = [word for word in words if not _ASSIGNMENT.fullmatch(word)]
+    name = os.path.basename(words[0]) if words else ""
+    if set(words) & {"pip", "venv", "ipykernel", "setup.py"}:
+        return False
+    has_script = any(word.endswith(".py") or word.startswith("-m") for word in words[1:])
+    if _PYTHON.fullmatch(name):
+        return has_script
+    for row in _FIRST_WORDS.get(name, []):
+        command = row.name.split()[1:]
+        if words[1 : 1 + len(command)] == command and name not in _NOT_HERE:
+            return has_script or row.follow not in (_rest, _env, _timeout, _refused)
+    return False
+
+
+_NOT_HERE = ("bash", "sh", "zsh", "ssh", "docker", "podman")
+
+
 def nearest(word: str) -> str:
     """The launcher that is most like it, or ""."""
     return next(iter(difflib.get_close_matches(word, [*_FIRST_WORDS, "python"], n=1, cutoff=0.8)), "")

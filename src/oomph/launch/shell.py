@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -103,6 +104,14 @@ class _Run:
         if known is None and default is None:
             raise UserError(f"{self.where}: ${name} has no value here; set it, or {_ADVICE}")
         return str(known or default or "")
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The words of each, as typed. Nothing of what cannot be read."""
+    for _, statement in _statements(text):
+        with contextlib.suppress(UserError):
+            for words in _commands(statement, ""):
+                yield [_shown(word) for word in words]
 
 
 def _shown(word: str) -> str:
