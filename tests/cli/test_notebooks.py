@@ -125,6 +125,15 @@ def test_other_commands_are_no_training(command):
     assert notebooks.training_command(command) is None
 
 
+@pytest.mark.parametrize("line", ["%run", "%run -i", "%run -m"])
+def test_a_run_magic_without_a_file_is_one_line(notebook, capsys, line):
+    notebook(line)
+    assert run(["predict", "exp.ipynb"]) == 2
+    error = capsys.readouterr().err
+    assert "%run is given no file" in error
+    assert len(error.splitlines()) == 1
+
+
 def test_commands_run_where_they_are_allowed(notebook, capsys, tmp_path):
     notebook("!echo $((1 + 1)) > here.txt\nn = !cat here.txt\nassert n == ['2'], n" + MODEL, TRAINING)
     assert run(["predict", "exp.ipynb", "--allow-subprocesses"]) == 0

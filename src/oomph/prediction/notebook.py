@@ -22,6 +22,7 @@ from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
 
 from oomph import notebooks
+from oomph.errors import UserError
 from oomph.prediction.compat import ipython
 from oomph.prediction.isolation import Refused, is_isolated
 
@@ -135,18 +136,21 @@ class _Shell:
     _magic_set_env = _magic_env
 
     def _magic_run(self, line: str) -> None:
-        words = shlex.split(line)
-        while words and words[0] in ("-i", "-n", "-e", "-t"):
-            words.pop(0)
-        module = words[:1] == ["-m"]
-        path, *arguments = words[1:] if module else [os.path.expanduser(words[0]), *words[1:]]
+        words, options = shlex.split(line), list[str]()
+        while words and words[0] in ("-i", "-n", "-e", "-t", "-m"):
+            options.append(words.pop(0))
+        if not words:
+            raise UserError("%run is given no file; give one, as %run helper.py")
+        module = "-m" in options
+        path, *arguments = words
+        path = path if module else os.path.expanduser(path)
         if notebooks.is_notebook(path):
             number = self._number
             self.run_cells(notebooks.load(path))
             self._number = number
             return
         path = path if module or path.endswith(".py") or os.path.exists(path) else f"{path}.py"
-        own = self.user_ns if "-i" in shlex.split(line) else None
+        own = self.user_ns if "-i" in options else None
         before = sys.argv
         sys.argv = [path, *arguments]
         try:
