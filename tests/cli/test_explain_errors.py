@@ -135,6 +135,27 @@ def test_the_text_is_read_from_standard_input(monkeypatch, capsys):
     assert "standard input has no out-of-memory error" in capsys.readouterr().err
 
 
+def test_a_terminal_is_not_waited_for(monkeypatch, capsys):
+    piped(monkeypatch, "")
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    assert run(["explain", "train.py"]) == 2
+    assert "explain needs a file" in capsys.readouterr().err
+
+
+def test_a_log_may_begin_with_a_dictionary(monkeypatch, capsys):
+    piped(monkeypatch, "{'loss': 2.1}\n" + LOG.format(message=message()))
+    assert run(["explain", "--quiet"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "3.07 GiB were asked for at train.py:88" in line
+
+
+def test_a_page_needs_the_program(tmp_path, capsys):
+    (tmp_path / "oom.txt").write_text(message())
+    words = ["explain", str(tmp_path / "oom.txt"), "--html", str(tmp_path / "report.html")]
+    assert run(words) == 2
+    assert "--html needs the program" in capsys.readouterr().err
+
+
 TRAINING = """import sys, torch
 model = torch.nn.Linear(1024, 50257).cuda()
 optimizer = torch.optim.SGD(model.parameters(), 0.1)

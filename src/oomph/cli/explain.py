@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ from oomph.report.terminal import (
     section,
     source_code,
     strip_lines,
+    verdict_text,
 )
 from oomph.units import format_bytes
 
@@ -66,20 +68,23 @@ def run_explain(given: ExplainOptions) -> int:
     check_output_file("--html", given.html, "report.html")
     words = [*([given.target] if given.target else []), *given.overrides]
     file = "-" if not words or is_script(words[0]) else words.pop(0)
-    if file == "-" and not given.target and sys.stdin.isatty():
+    if file == "-" and given.target != "-" and sys.stdin.isatty():
         raise UserError(
             "explain needs a file: an error's text, a memory snapshot, or - for standard input; "
             "`python train.py 2>&1 | oomph explain` reads what the program prints"
         )
     data = sys.stdin.buffer.read() if file == "-" else read_file(file)
     shown = "standard input" if file == "-" else file
-    if not is_pickle(data) and not data.lstrip().startswith(b"{"):
+    # A log may begin with {'loss': 2.1}.
+    if not is_pickle(data) and not re.match(rb'\s*\{\s*"', data):
         return _explain_error(data.decode("utf-8", "replace"), shown, words, given)
     if words or given.module:
         raise UserError(f"a program, as {[*words, given.module][0]!r}, is compared with the text of an error")
     prediction = prediction_of(data, shown)
     if given.json:
         write_json(prediction_to_json(prediction))
+    elif given.quiet:
+        write_stdout(verdict_text(prediction))
     else:
         write_stdout(report_text(prediction, report_console()))
     if given.html is not None:
@@ -95,8 +100,11 @@ def _explain_error(text: str, file: str, words: Sequence[str], given: ExplainOpt
             f"{file} has no out-of-memory error that is known, and is no memory snapshot and no output of "
             "`oomph predict --json`; give the lines that the program printed when it failed"
         )
+    program = " ".join(words) or given.module or ""
+    if given.html is not None and not program:
+        raise UserError("--html needs the program: oomph explain oom.txt train.py --html report.html")
     cards = _cards(error)
-    options = _target(words, given, _gpu(error, cards)) if words or given.module else None
+    options = _target(words, given, _gpu(error, cards)) if program else None
     prediction = None if options is None else predict_target(options)
     groups = [] if prediction is None else _requests(prediction, error)
     if given.json:
@@ -106,27 +114,29 @@ def _explain_error(text: str, file: str, words: Sequence[str], given: ExplainOpt
             found["requests"] = [_request_to_json(one) for one in groups]
             found["prediction"] = prediction_to_json(prediction)
         write_json(found)
-        return ExitStatus.FITS
-    console = report_console()
-    with console.capture() as capture:
-        console.print(Text(error_text.summary(error), "bold red"), soft_wrap=True)
-        if rows := error_text.numbers(error):
-            lines = [Text(f"{format_bytes(size):>10}  {what}") for size, what in rows]
-            section(console, "What the numbers mean", lines)
-        for position, (name, sentence) in enumerate(error_text.causes(error)):
-            title = f"Cause: {name}" if position == 0 else f"Also: {name}"
-            section(console, "What it means" if error.advice else title, [Text(sentence)])
-        if prediction is not None:
-            section(console, f"The prediction of {' '.join(words) or given.module}", [])
-            print_verdict(prediction, console)
-            section(console, "The request in it", _request_lines(groups, error))
-        if commands := _next(error, file, options, cards):
-            section(console, "Next", [])
-            for command in commands:  # whole, to be copied
-                console.print(Text(f"  {command}"), soft_wrap=True)
-    write_stdout(strip_lines(capture.get()))
+    elif given.quiet:
+        write_stdout(error_text.summary(error) + "\n")
+    else:
+        console = report_console()
+        with console.capture() as capture:
+            console.print(Text(error_text.summary(error), "bold red"), soft_wrap=True)
+            if rows := error_text.numbers(error):
+                lines = [Text(f"{format_bytes(size):>10}  {what}") for size, what in rows]
+                section(console, "What the numbers mean", lines)
+            for position, (name, sentence) in enumerate(error_text.causes(error)):
+                title = f"Cause: {name}" if position == 0 else f"Also: {name}"
+                section(console, "What it means" if error.advice else title, [Text(sentence)])
+            if prediction is not None:
+                section(console, f"The prediction of {program}", [])
+                print_verdict(prediction, console)
+                section(console, "The request in it", _request_lines(groups, error))
+            if commands := _next(error, file, options, cards):
+                section(console, "Next", [])
+                for command in commands:  # whole, to be copied
+                    console.print(Text(f"  {command}"), soft_wrap=True)
+        write_stdout(strip_lines(capture.get()))
     if given.html is not None and prediction is not None:
-        write_page(given.html, " ".join(words), [("as it is", prediction)])
+        write_page(given.html, program, [("as it is", prediction)])
     return ExitStatus.FITS
 
 
