@@ -73,8 +73,7 @@ ROWS = (
         "subprocesses",
     ),
     Row(
-        r"(?:FileNotFoundError|NotADirectoryError).*: '([^']+)'|No such file or directory: '?([^'\n]+)|"
-        r"([^\s']+) (?:not found|does not exist)\.?$",
+        r"(?:FileNotFoundError|NotADirectoryError).*: '|No such file or directory: ",
         "the program reads its files as in a real run: start oomph where the program is started, or give it "
         "a sample of the data, of which only sizes matter",
     ),
@@ -103,11 +102,14 @@ ROWS = (
     ),
     Row(r"No module named '(google\.colab)", "{0} is on Colab alone: remove what needs it"),
     Row(
-        r"ModuleNotFoundError: No module named '([\w.]+)'",
+        r"ModuleNotFoundError: No module named '([\w.]+)'$",  # without advice of its own
         f"the program runs in the environment {sys.prefix}: install {{0}} there, or add its folder to "
         "PYTHONPATH",
     ),
-    Row(r"EOFError", "what the program asks on standard input has no answer here: give it as an argument"),
+    Row(
+        r"EOFError: EOF when reading a line",
+        "what the program asks on standard input has no answer here: give it as an argument",
+    ),
 )
 
 

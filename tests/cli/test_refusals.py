@@ -44,10 +44,13 @@ HUB = "OSError: We couldn't connect to 'https://huggingface.co' to load the file
         ("KeyError: 'DATA'", "x = os.environ['DATA']\nKeyError: 'DATA'", "DATA=VALUE oomph predict"),
         ("AcceleratorError: invalid device ordinal (cuda:1 was asked for)", "", "--ranks 2"),
         ("ModuleNotFoundError: No module named 'google.colab'", "", "Colab alone"),
-        ("ModuleNotFoundError: No module named 'flash_attn'", "", "install flash_attn"),
+        ("ModuleNotFoundError: No module named 'wandb'", "", "install wandb"),
         ("EOFError: EOF when reading a line", "", "standard input"),
         # Nothing to say: what was given is said already, or no row knows it.
         ("Refused: cannot start other programs (--allow-subprocesses permits it): git", "", None),
+        ("ModuleNotFoundError: No module named 'apex'; it is built for CUDA", "", None),
+        ("ValueError: Tokenizer class Foo does not exist", "", None),
+        ("EOFError: Ran out of input", "pickle.load(file)\nEOFError: Ran out of input", None),
         ("KeyError: 'loss'", "x['loss']\nKeyError: 'loss'", None),
         ("RuntimeError: shapes (3,) and (4,)", "", None),
     ],
@@ -79,3 +82,13 @@ def test_the_advice_is_the_line_after_the_error(program, capsys, source, expecte
     *_, error, last = capsys.readouterr().err.splitlines()
     assert "the program failed at" in error
     assert expected in last
+
+
+@pytest.mark.parametrize(("name", "status"), [("peft", 2), ("oomph.peft", 70), ("peft.missing", 70)])
+def test_only_a_whole_package_can_be_missing(monkeypatch, capsys, name, status):
+    def fail(*args):
+        raise ModuleNotFoundError(name=name)
+
+    monkeypatch.setattr("oomph.gpus.catalogue", fail)
+    assert run(["gpus"]) == status
+    assert "bug in oomph" in capsys.readouterr().err or status == 2

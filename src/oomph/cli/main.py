@@ -178,7 +178,8 @@ def run(arguments: Sequence[str]) -> int:
         if refused := environment_error(error):
             _print_error(_one_line(str(refused)))
             return refused.exit_status
-        if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("oomph"):
+        # A whole package; without a part of one, either of them has a bug.
+        if isinstance(error, ModuleNotFoundError) and not re.search(r"^oomph|\.", str(error.name)):
             _print_error(f"the module {error.name!r}, which this command needs, is not installed")
             return ExitStatus.USER_ERROR
         traceback.print_exc()
