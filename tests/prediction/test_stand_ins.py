@@ -240,9 +240,17 @@ def test_stand_ins_are_found_in_predictions_only(monkeypatch):
     oomph.predict(program)
     assert not any(find())
     assert "flash_attn" not in sys.modules
+    monkeypatch.setenv("OOMPH_STAND_INS", "flash-attn, mamba-ssm,xformers,causal-conv1d")
+    oomph.predict(program)
     monkeypatch.setenv("OOMPH_STAND_INS", "xformers")
     with pytest.raises(oomph.ProgramError, match="AssertionError"):
         oomph.predict(program)
+
+
+def test_a_name_without_a_stand_in_is_refused(monkeypatch):
+    monkeypatch.setenv("OOMPH_STAND_INS", "flash-atn")
+    with pytest.raises(oomph.UserError, match="no stand-in for flash_atn; valid: flash_attn, xformers"):
+        oomph.predict(print)
 
 
 @pytest.mark.usefixtures("in_process")

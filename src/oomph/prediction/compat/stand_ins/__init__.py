@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from oomph.errors import UserError
 from oomph.gpus import GPU
 from oomph.prediction.compat.library import Library
 from oomph.prediction.compat.triton import TUNING_BYTES
@@ -70,7 +71,15 @@ class _Finder(MetaPathFinder):
 
 def _used() -> Collection[str]:
     given = os.environ.get("OOMPH_STAND_INS")
-    return _needed if given is None else VERSIONS.keys() & set(given.split(","))
+    if given is None:
+        return _needed
+    names = {name.strip().replace("-", "_") for name in given.split(",")} - {"", "0"}
+    if unknown := names - VERSIONS.keys():
+        raise UserError(
+            f"OOMPH_STAND_INS={given}: there is no stand-in for {', '.join(sorted(unknown))}; valid: "
+            f"{', '.join(VERSIONS)}, or 0 for none"
+        )
+    return names
 
 
 def _lacked(error: BaseException | None) -> set[str]:
@@ -100,7 +109,7 @@ _finder = _Finder()
 
 
 def make_importable() -> None:
-    """What a library has found out about installed packages is forgotten."""
+    """Add the finder, and let libraries look again for installed packages."""
     sys.meta_path.append(_finder)
     _ask_again()
     _asked.clear()
@@ -175,6 +184,11 @@ def _in_trace(patches: Patches, tracer: Tracer) -> None:
     _tuned.clear()
 
 
+def _check_names() -> None:
+    """Raise for the user's mistakes before the program runs."""
+    _used()
+
+
 def _in_process(allow: Collection[str]) -> None:
     """For good: a target is imported before it is traced."""
     make_importable()
@@ -185,6 +199,7 @@ LIBRARY = Library(
     None,
     in_trace=_in_trace,
     in_process=_in_process,
+    before_fork=_check_names,
     lacked=_lacked,
     provide=_provide,
 )
