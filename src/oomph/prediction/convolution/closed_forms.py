@@ -120,7 +120,8 @@ def _winograd(found: Convolution, kind: Pass) -> int:
 def _one_group(found: Convolution) -> Convolution:
     groups = found.groups
     sides = [
-        side._replace(channels=side.channels // groups, bytes=side.bytes // groups) for side in found[1:3]
+        side._replace(channels=side.channels // groups, bytes=side.bytes // groups)
+        for side in (found.input, found.output)
     ]
     return found._replace(input=sides[0], output=sides[1], weight=found.weight // groups, groups=1)
 
