@@ -628,6 +628,7 @@ class Rung:
     ranks: int = 0  # cards of this kind that are enough with FSDP2; 0: not known, or none
     rank_peak: Peak | None = None  # of one of the last number of ranks that was tried
     no_ranks: str = ""
+    reason: str = ""  # why there is no plan, or no largest batch or length, where a search failed
 
     @property
     def fits(self) -> bool:

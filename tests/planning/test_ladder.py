@@ -5,6 +5,7 @@ import json
 import pytest
 
 from oomph.cli.main import run
+from oomph.errors import UserError
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers").Trainer  # noqa: B018  # imported once, and not in each prediction
@@ -67,9 +68,25 @@ def test_how_many_cards_full_fine_tuning_needs(folder, capfd):
         assert full["rank_peak"]["reserved"] <= 22 * 2**20
 
 
+@pytest.mark.filterwarnings("ignore:.*all_gather_into_tensor:FutureWarning")
+def test_cards_are_counted_also_where_fixes_are_enough_and_failed_searches_say_so(folder, monkeypatch, capfd):
+    def fail(*args):
+        raise UserError("no size was found")
+
+    monkeypatch.setattr("oomph.planning.ladder.largest_of", fail)
+    asked = ["--method", "full", "--ranks", "--length", "512", "--gpu", "rtx3090", "--max", "90MiB"]
+    assert run(["fit", folder, *asked, "--allow", "training"]) == 0
+    text = capfd.readouterr().out
+    assert "full has no largest length, because the search for it failed: no size was found" in text
+    assert "not known" in text
+    assert "full: with several of these cards: " in text
+    assert "--gpu rtx3090 --max 90MiB --allow training    # how to apply the fixes" in text
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
+        (["--method", "lora", "--ranks"], "--ranks needs a card"),
         (["--plan", "plan.json"], "--plan is for one method and a card"),
         (["--prices", "missing.csv"], "--prices 'missing.csv' cannot be read"),
         (["--method", "generate"], "method 'generate' has no ladder"),

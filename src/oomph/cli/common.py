@@ -325,7 +325,11 @@ class ModelOptions:
     """What a model that is given by its name is asked for; None: FineTuning's default."""
 
     method: Annotated[
-        str | None, typer.Option(metavar="METHOD", help=f"{_OF_MODEL}{', '.join(METHODS)}; default: full.")
+        str | None,
+        typer.Option(
+            metavar="METHOD",
+            help=f"{_OF_MODEL}{', '.join(METHODS)}; default: full; of fit: full, lora and qlora.",
+        ),
     ] = None
     batch: Annotated[int | None, typer.Option(metavar="B", help=f"{_OF_MODEL}rows; default: 1.")] = None
     length: Annotated[

@@ -164,16 +164,19 @@ def run_ladder(options: FitOptions, model: FineTuning, kinds: tuple[FixKind, ...
     names = ("plan", "largest", "gpus", "sizes", "html", "host_memory", "steps")
     for name in (name for name in names if getattr(options, name)):
         raise UserError(
-            f"--{name.replace('_', '-')} is for one method and a card: add --method qlora and --gpu rtx4090"
+            f"--{name.replace('_', '-')} is for one method and a card: add --method qlora and --gpu "
+            "rtx4090, and leave out --ranks and --prices"
         )
     if model.method == "generate":
         raise UserError("method 'generate' has no ladder; `oomph predict` predicts it")
+    if options.ranks and not (options.gpu or options.budget):
+        raise UserError("--ranks needs a card: --gpu rtx4090")
     options.check()
     prices = None if options.prices is None else _read_prices(options.prices)
     load_torch(options.quiet)
-    from oomph.planning.ladder import METHODS, ladder
+    from oomph.planning.ladder import DEFAULT_METHODS, ladder
 
-    methods = METHODS if options.method is None else (options.method,)
+    methods = DEFAULT_METHODS if options.method is None else (options.method,)
     optimizer = options.optimizer or ""  # else that of each method
     asked = [replace(model, method=method, optimizer=optimizer) for method in methods]
     with program_output(options.quiet) as report:
@@ -184,6 +187,7 @@ def run_ladder(options: FitOptions, model: FineTuning, kinds: tuple[FixKind, ...
             max=options.max,
             allow=kinds,
             prices=prices,
+            count_ranks=options.ranks,
             progress=report,
         )
     if options.json:
@@ -197,13 +201,20 @@ def run_ladder(options: FitOptions, model: FineTuning, kinds: tuple[FixKind, ...
 
 
 def _next_commands(options: FitOptions, found: Ladder) -> tuple[str, ...]:
-    fitting = next((rung for rung in found.rungs if rung.fits), found.rungs[-1])
+    """For a method that fits, else for the last that was predicted."""
+    predicted = [rung for rung in found.rungs if not rung.failed]
+    if not predicted:
+        return ()
+    fitting = next((rung for rung in predicted if rung.fits), predicted[-1])
+    verb = "fit" if fitting.plan is not None and fitting.plan.fixes else "predict"
     card = options.gpu or options.budget or next((one.gpu for one in fitting.cards), "h200")
-    words = [word for word in options.command("", "--gpu", card)[1:] if word]
+    limit = f"{found.limit}B" if options.gpu and options.budget else options.max
+    limits = ["--gpu", card, *(["--max", limit] if limit else [])]
+    limits += ["--allow", options.allow] if verb == "fit" and options.allow else []
+    words = options.command("", *limits)[1:]
     if options.method is None:
         words[1:1] = ["--method", fitting.method]
     command = shlex.join(words)
-    verb = "fit" if fitting.plan is not None and fitting.plan.fixes else "predict"
     what = "how to apply the fixes" if verb == "fit" else "what uses the memory"
     return (f"oomph {verb} {command}    # {what}",)
 

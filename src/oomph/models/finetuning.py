@@ -98,7 +98,7 @@ class FineTuning:
         if self.method == "generate":
             raise UserError("method 'generate' runs in one process; give it without --ranks")
         if self.method == "qlora" and self.parallel == "fsdp2":
-            raise UserError("method 'qlora' with FSDP2 is not predicted; valid: --parallel ddp")
+            raise UserError("method 'qlora' with FSDP2 is not predicted; oomph predict --parallel ddp is")
 
     def positions(self) -> int | None:
         """The tokens of a row that the model is made for."""

@@ -33,7 +33,7 @@ from oomph.prediction.isolation import (
 from oomph.prediction.result import fits_on
 from oomph.records import FIX_KINDS, CardCost, FixKind, Ladder, Prediction, Progress, Rung, Work
 
-METHODS = ("full", "lora", "qlora")
+DEFAULT_METHODS = ("full", "lora", "qlora")
 # Lengths from the first number on are multiples of the second.
 _STEPS = ((4096, 256), (512, 64), (0, 8))
 _MOST_RANKS = 64
@@ -48,14 +48,17 @@ def ladder(
     max: str | int | None = None,
     allow: Collection[str] = ("exact",),
     prices: Mapping[str, float] | None = None,
+    count_ranks: bool = False,
     progress: Progress | None = None,
 ) -> Ladder:
     """A rung for each of `asked`, which are of one model. Without a card: what it needs, and which cards do.
 
     `prices`: money per hour, by names of cards; then the cards are those, the cheapest first.
+    `count_ranks`: how many cards are enough is also found where fixes are.
     """
     if cuda_has_started():
         given = {"gpu": gpu, "budget": budget, "max": max, "allow": allow, "prices": prices}
+        given["count_ranks"] = count_ranks
         with show_progress(progress) as report:
             return run_in_new_interpreter(ladder, report, tuple(asked), **given)
     named = gpu if gpu is not None else budget
@@ -64,7 +67,8 @@ def ladder(
     if limit is not None and limit <= 0:
         raise UserError("the CUDA context alone takes more than the limit; give a larger card or limit")
     card = gpus.with_rates(card)  # for the time of a step, which is scaled to other cards
-    search = _Ladder(asked, card, limit, tuple(kind for kind in FIX_KINDS if kind in allow), prices or {})
+    kinds = tuple(kind for kind in FIX_KINDS if kind in allow)
+    search = _Ladder(asked, card, limit, kinds, prices or {}, count_ranks)
     with show_progress(progress) as report:
         return run_isolated(search.find, report)
 
@@ -79,8 +83,10 @@ class _Ladder:
         limit: int | None,
         kinds: tuple[FixKind, ...],
         prices: Mapping[str, float],
+        count_ranks: bool,
     ) -> None:
         self._asked, self._card, self._limit, self._kinds = tuple(asked), card, limit, kinds
+        self._count_ranks = count_ranks
         self._prices = {gpus.find(name): price for name, price in prices.items()}
 
     def find(self, progress: Progress) -> Ladder:
@@ -125,11 +131,14 @@ class _Ladder:
         work: dict[tuple[str, str], Callable[[], Any]] = {}
         for method, planned in plans.items():
             if isinstance(planned, Exception):
+                reason = f"has no fixes, because the search for them failed: {_reason(planned)}"
+                rungs[method] = replace(rungs[method], reason=reason)
                 continue
             plan, held = planned
             rungs[method] = replace(rungs[method], plan=plan)
-            if not plan.fits:
+            if not plan.fits or (self._count_ranks and plan.fixes):
                 work[method, "ranks"] = functools.partial(self._ranks, asked[method], programs[method], held)
+            if not plan.fits:
                 continue
             for name in ("batch", "length"):
                 size, between = Size(name, getattr(asked[method], name)), _sizes_between(name, asked[method])
@@ -141,7 +150,10 @@ class _Ladder:
             if name == "ranks":
                 failed = {"no_ranks": _reason(result)} if isinstance(result, Exception) else result
                 rungs[method] = replace(rungs[method], **failed)
-            elif not isinstance(result, Exception):
+            elif isinstance(result, Exception):
+                reason = f"has no largest {name}, because the search for it failed: {_reason(result)}"
+                rungs[method] = replace(rungs[method], reason=reason)
+            else:
                 rungs[method] = replace(rungs[method], **{name: result})
 
     def _all(self, work: Mapping[Any, Callable[[], Any]], what: str, progress: Progress) -> dict[Any, Any]:

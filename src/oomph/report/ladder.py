@@ -37,12 +37,13 @@ def ladder_text(found: Ladder, console: Console, commands: tuple[str, ...], pric
         console.print(Text(f"{found.model}, {rows}{card}", style="bold"))
         console.print(Padding(table, (1, 0, 0, 2)))
         for rung in found.rungs:
-            if rung.failed:
-                reason = printable(rung.failed, _LONGEST_REASON)
-                console.print(Padding(Text(f"{rung.method} was not predicted: {reason}"), (1, 0, 0, 2)))
+            if why := f"was not predicted: {rung.failed}" if rung.failed else rung.reason:
+                reason = printable(why, _LONGEST_REASON)
+                console.print(Padding(Text(f"{rung.method} {reason}"), (1, 0, 0, 2)))
         _print_cards(found, console, priced)
         _print_ranks(found, console)
-        console.print("\nNext:")
+        if commands:
+            console.print("\nNext:")
         for command in commands:
             console.print(Text(f"    {command}"), soft_wrap=True)  # on one line, to be copied
     return strip_lines(capture.get())
@@ -77,7 +78,7 @@ def _sizes(rung: Rung) -> str:
         for what, largest in (("row", rung.batch), ("token", rung.length))
         if largest is not None
     ]
-    return ", or ".join(found) or "-"
+    return ", or ".join(found) or ("not known" if rung.reason else "-")
 
 
 def _size(found: Largest, what: str) -> str:
@@ -117,7 +118,7 @@ def _print_ranks(found: Ladder, console: Console) -> None:
             each = format_bytes(rung.rank_peak.device)
             lines.append(
                 f"{rung.method}: {rung.ranks} x {found.gpu_title} with FSDP2 are enough, {each} each "
-                "(without fixes; rows are those of one card)"
+                "(without fixes; each with the batch above)"
             )
         elif rung.no_ranks:
             lines.append(f"{rung.method}: with several of these cards: {rung.no_ranks}")
@@ -142,6 +143,7 @@ def _rung_to_json(rung: Rung) -> dict[str, Any]:
     return {
         "method": rung.method,
         "failed": rung.failed or None,
+        "reason": rung.reason or None,
         "peak": rung.peak and sizes_to_json(rung.peak),
         "verdict": rung.verdict,
         "fits": None if plan is None else plan.fits,
