@@ -353,6 +353,7 @@ class Prediction:
     seconds: float = 0.0  # that the prediction took
     compile_seconds: float = 0.0  # of these, to load and run Dynamo, AOTAutograd and Inductor
     step_seconds: float | None = None  # of the last step on that GPU, by a roofline; None: rates unknown
+    release_seconds: float = 0.0  # of these, to release cached memory in every step
     work: Work = Work()
     growth: Growth | None = None  # None: later steps leave no more behind than those before
     assumptions: tuple[Note, ...] = ()  # guesses that change what was traced: a loop cut, no backward pass

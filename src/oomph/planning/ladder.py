@@ -225,12 +225,13 @@ def _sizes_between(name: str, asked: FineTuning) -> Callable[[int, int], Sequenc
 
 
 def _cost(found: Prediction, asked: FineTuning, traced_for: GPU, card: GPU, price: float | None) -> CardCost:
-    """The time on another card is scaled by what a roofline gives for the sums of each phase."""
+    """The time on another card is scaled by what a roofline gives for the sums of each phase. It has room:
+    no memory has to be released."""
     tokens = asked.batch * asked.length * asked.accumulate
     here, there = _roofline(found.work, traced_for), _roofline(found.work, card)
     if not found.step_seconds or not here or not there:
         return CardCost(card.name, card.title, None, None)
-    per_second = tokens / (found.step_seconds * there / here)
+    per_second = tokens / ((found.step_seconds - found.release_seconds) * there / here)
     return CardCost(card.name, card.title, per_second, price and price / 3600 / per_second * 1e6)
 
 

@@ -125,6 +125,7 @@ def prediction_of(
         seconds=0.0,
         compile_seconds=tracer.compile_seconds,
         step_seconds=step_seconds,
+        release_seconds=release_seconds,
         work=work,
         growth=growth,
         pinned=tracer.pinned.most,

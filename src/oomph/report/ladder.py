@@ -116,6 +116,8 @@ def _print_ranks(found: Ladder, console: Console) -> None:
     for rung in found.rungs:
         if rung.ranks and rung.rank_peak is not None:
             each = format_bytes(rung.rank_peak.device)
+            if found.limit is not None and rung.rank_peak.reserved > found.limit:
+                each += " without releasing cached memory,"
             lines.append(
                 f"{rung.method}: {rung.ranks} x {found.gpu_title} with FSDP2 are enough, {each} each "
                 "(without fixes; each with the batch above)"
